@@ -1,0 +1,1 @@
+"""What the kvway router and worker must agree on: hashes, events, prompts, the wire, errors."""
