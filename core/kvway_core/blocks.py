@@ -1,0 +1,161 @@
+"""Tokens to chained block hashes.
+
+A block is `block_size` consecutive tokens. Its hash covers the block, every block before it and the
+namespace, so that one hash names the whole prefix that ends there:
+
+    h[-1] = xxh3_128(namespace)
+    h[i]  = xxh3_128(h[i-1] || tokens of block i, each as uint32 little-endian)
+
+Only full blocks have a hash. A hash finds a block; it never proves what is in it: whoever reuses a
+block compares its tokens, so that a collision costs a miss and never an answer.
+
+The scheme is pinned by golden vectors: changing it invalidates every cache in the field.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NewType
+
+import xxhash
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DEFAULT_BLOCK_SIZE = 16
+SCHEME = "kvway-1"
+HASH_BYTES = 16
+
+BlockHash = NewType("BlockHash", bytes)
+"""16 bytes: XXH3-128 in its canonical (big endian) form."""
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """What the KV of a token depends on besides the tokens before it.
+
+    Two prompts can share blocks only within one namespace.
+
+    Attributes:
+        model: Served model name.
+        block_size: Tokens per block; part of the namespace because hashes of other sizes mean
+            other prefixes.
+        adapter: LoRA adapter name, empty for none.
+        adapter_version: Content version of the adapter, empty for none.
+        cache_salt: Secret that keeps one tenant's blocks from another's, empty for none.
+    """
+
+    model: str
+    block_size: int = DEFAULT_BLOCK_SIZE
+    adapter: str = ""
+    adapter_version: str = ""
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuses a block size that is not positive.
+
+        Raises:
+            ValueError: If block_size is below one.
+        """
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+
+    def root(self) -> BlockHash:
+        """Returns the parent of every first block in this namespace.
+
+        Each field is written as its tag, its length in bytes as uint32 little-endian, its value as
+        UTF-8; no two namespaces have the same bytes.
+        """
+        fields = (
+            (b"S", SCHEME),
+            (b"B", str(self.block_size)),
+            (b"M", self.model),
+            (b"A", self.adapter),
+            (b"V", self.adapter_version),
+            (b"C", self.cache_salt),
+        )
+        buffer = bytearray()
+        for tag, text in fields:
+            value = text.encode("utf-8")
+            buffer += tag + len(value).to_bytes(4, "little") + value
+        return BlockHash(xxhash.xxh3_128_digest(bytes(buffer)))
+
+
+def block_hashes(
+    token_ids: Sequence[int], *, parent: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE
+) -> list[BlockHash]:
+    """Returns the hashes of the full blocks of `token_ids`, first block first.
+
+    Args:
+        token_ids: Token ids, each within uint32; the tail that fills no block is ignored.
+        parent: Hash of the block before the first token: a namespace root or a block hash.
+        block_size: Tokens per block.
+
+    Raises:
+        ValueError: If a token id does not fit uint32.
+
+    Complexity:
+        O(tokens), each token hashed once.
+    """
+    return _hash_blocks(_token_bytes(token_ids), parent=parent, block_bytes=4 * block_size)
+
+
+class HashChain:
+    """The block hashes of one growing sequence; each token is hashed once, however it grows.
+
+    Invariants:
+        1. `hashes` equals `block_hashes` of all tokens given so far.
+        2. `num_tokens` is how many tokens were given.
+    """
+
+    __slots__ = ("_block_bytes", "_tail", "hashes", "num_tokens", "root")
+
+    def __init__(self, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self.root = root
+        self.hashes: list[BlockHash] = []
+        self.num_tokens = 0
+        self._block_bytes = 4 * block_size
+        self._tail = b""
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens, and the hashes of the blocks that they fill.
+
+        Raises:
+            ValueError: If a token id does not fit uint32; nothing is appended then.
+        """
+        data = self._tail + _token_bytes(token_ids)
+        parent = self.hashes[-1] if self.hashes else self.root
+        new = _hash_blocks(data, parent=parent, block_bytes=self._block_bytes)
+        self.hashes += new
+        self._tail = data[len(new) * self._block_bytes :]
+        self.num_tokens += len(token_ids)
+
+
+def event_hash(block_hash: BlockHash) -> int:
+    """Returns what stands for a block hash in KV events and in the router's index: its low 64 bits."""
+    return int.from_bytes(block_hash[-8:], "big")
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Returns the tokens as consecutive uint32, little-endian."""
+    try:
+        tokens = array.array("I", token_ids)
+    except OverflowError as exc:
+        raise ValueError("a token id does not fit 32 unsigned bits") from exc
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()
+
+
+def _hash_blocks(data: bytes, *, parent: BlockHash, block_bytes: int) -> list[BlockHash]:
+    """Returns the chain over the full blocks of `data`."""
+    digest = xxhash.xxh3_128_digest
+    hashes: list[BlockHash] = []
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        parent = BlockHash(digest(parent + data[start : start + block_bytes]))
+        hashes.append(parent)
+    return hashes
