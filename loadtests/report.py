@@ -1,0 +1,60 @@
+"""What every benchmark prints: a table for people, then one JSON object for machines."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One benchmark run: what ran, on which commit and machine, and what it measured."""
+
+    bench: str
+    commit: str
+    machine: str
+    command: str
+    metrics: Mapping[str, float | int | str]
+
+    def json(self) -> str:
+        """The report as one line of JSON."""
+        return msgspec.json.encode(self, order="deterministic").decode()
+
+
+def machine() -> str:
+    """Name this machine: processor, usable cores, memory, Python."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line]
+        model = names[0].partition(":")[2].strip() if names else model
+    cores = len(os.sched_getaffinity(0))
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{model}, {cores} cores, {memory_gib:.0f} GiB, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    """Commit of the working tree, with "+changes" when it is not clean."""
+    root = Path(__file__).parent
+    head = _git(root, "rev-parse", "--short", "HEAD") or "unknown"
+    return head + ("+changes" if _git(root, "status", "--porcelain") else "")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Lay out rows under a header in aligned columns."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ["  ".join(c.rjust(w) for c, w in zip(r, widths, strict=True)) for r in cells]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def _git(root: Path, *args: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True)  # noqa: S603,S607 - fixed command
+    return done.stdout.strip()
