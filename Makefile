@@ -1,0 +1,53 @@
+SHELL := /bin/bash
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+EXTRAS := router,worker,dev
+
+.DEFAULT_GOAL := help
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean
+
+help: ## Show what each target does
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Make .venv and install kvway into it; does nothing when that is up to date
+
+# The stamp comes last, so an interrupted install is done again.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@touch $@
+
+up: setup ## Start a router and two workers; ARGS="--replicas 3" for more (see kvway up --help)
+	@exec $(BIN)/kvway up $(ARGS)
+
+test: check pytest ## Run everything that CI runs: lint, types, imports, tests
+
+check: lint types imports
+
+lint: setup ## Check style and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: setup ## Check types
+	$(BIN)/mypy
+
+imports: setup ## Check that imports point one way
+	$(BIN)/lint-imports --no-cache
+
+pytest: check
+	$(BIN)/python -m pytest $(ARGS)
+
+coverage: setup ## Run the tests that start no processes and show the lines they miss
+	$(BIN)/python -m pytest -m "not e2e and not packaging and not model" --cov --cov-report=term $(ARGS)
+
+format: setup ## Rewrite the code in the project's format
+	$(BIN)/ruff check --fix --exit-zero
+	$(BIN)/ruff format
+
+wheel: setup ## Build the wheel into dist/
+	$(BIN)/python -m build --wheel
+
+clean: ## Remove everything that these targets made
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
