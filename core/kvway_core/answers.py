@@ -1,0 +1,189 @@
+"""What servers answer in the OpenAI API, and what a worker answers to GET /load.
+
+Import these from `kvway_core.api`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """Where the prompt's KV came from; `cached_tokens` were not computed again."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What a request cost, in tokens."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's answer."""
+
+    role: str = "assistant"
+    content: str
+
+
+class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer of a chat."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of POST /v1/chat/completions. `created` is in Unix seconds."""
+
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to an answer."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer's part in a chunk."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a streamed chat. `usage` is left out unless asked for, then null until the end."""
+
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """One answer to a prompt, or its part in a chunk."""
+
+    index: int
+    text: str
+    logprobs: None = None
+    finish_reason: FinishReason | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of POST /v1/completions, and one event of a streamed one."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
+    """One served model."""
+
+    id: str
+    object: str = "model"
+    created: int
+    owned_by: str = "kvway"
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of GET /v1/models."""
+
+    object: str = "list"
+    data: list[ModelCard]
+
+
+class BlockCounts(msgspec.Struct, frozen=True):
+    """A worker's KV blocks: `free` hold nothing, `cached` are reusable and free, the rest is in use."""
+
+    free: int
+    cached: int
+    total: int
+
+
+class KvEventsInfo(msgspec.Struct, frozen=True):
+    """Where a worker publishes its KV events: ports on the host that answers /load."""
+
+    pub_port: int
+    replay_port: int
+    topic: str
+
+
+WorkerState = Literal["starting", "ready", "draining", "failed"]
+
+
+class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of a worker's GET /load: what a router needs to predict its next answer.
+
+    Attributes:
+        boot_id: Names one life of the process; another one means an empty cache.
+        model: Served model name.
+        block_size: Tokens per block.
+        hash_scheme: The scheme of the hashes in its events.
+        state: Whether it takes requests.
+        num_running: Requests in the batch.
+        num_waiting: Requests in the queue.
+        waiting_uncached_tokens: Prompt tokens that the queue has still to compute.
+        blocks: Counts of KV blocks.
+        prefill_tokens_per_s: Measured rate; 0 when nothing was measured yet.
+        decode_step_s: Duration of a decode step now, seconds; 0 when nothing was measured yet.
+        max_model_len: Tokens of prompt and answer together.
+        max_num_seqs: Requests in a batch at most.
+        kv_events: None when it publishes none.
+    """
+
+    boot_id: str
+    model: str
+    block_size: int
+    hash_scheme: str
+    state: WorkerState
+    num_running: int
+    num_waiting: int
+    waiting_uncached_tokens: int
+    blocks: BlockCounts
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    max_model_len: int
+    max_num_seqs: int
+    kv_events: KvEventsInfo | None = None
