@@ -4,8 +4,8 @@ A model is named by a folder or by a hub id (``owner/name``). Fetched models liv
 ``$KVWAY_HOME/models`` (``~/.cache/kvway/models`` when the variable is unset or empty), one folder
 per id, with each ``/`` of the id written as ``--``::
 
-    ./my-model                            ->  ./my-model
-    HuggingFaceTB/SmolLM2-135M-Instruct   ->  $KVWAY_HOME/models/HuggingFaceTB--SmolLM2-135M-Instruct
+    ./my-model                  ->  ./my-model
+    HuggingFaceTB/SmolLM2-135M  ->  $KVWAY_HOME/models/HuggingFaceTB--SmolLM2-135M
 """
 
 from __future__ import annotations
@@ -78,5 +78,5 @@ def served_model_name(spec: str) -> str:
 
 
 def is_model_id(spec: str) -> bool:
-    """Tell whether `spec` is spelt like a hub id: ``name`` or ``owner/name``, nothing that climbs."""
+    """Tell whether `spec` is spelt like a hub id: ``name`` or ``owner/name``."""
     return _MODEL_ID.fullmatch(spec) is not None and ".." not in spec and "--" not in spec

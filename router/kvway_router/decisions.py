@@ -1,0 +1,206 @@
+"""What was decided about each request, why, and what really happened: a bounded memory of both.
+
+A record is a value. Each step of a request puts a newer one in the place of the older, so a reader
+always sees a whole record, of a request that runs as well as of one that has ended.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import islice
+from typing import Final
+
+import msgspec
+
+from kvway_router.policy import Candidate, Decision
+
+MAX_CANDIDATES: Final = 32
+"""Candidates kept per record: the chosen one and the cheapest others."""
+
+
+class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica as it was weighed. Times in seconds; the cost is the sum of the five terms.
+
+    Attributes:
+        replica_id: The replica.
+        matched_blocks: Leading blocks of the prompt it held, by the router's index.
+        uncached_tokens: Prompt tokens it would have to compute.
+        queued_s: Prefill work before this request.
+        step_s: Steps shared with decodes.
+        own_s: This request's own prefill.
+        price_s: What own work costs beyond its time because all replicas queue.
+        kv_s: KV memory that is getting scarce.
+        predicted_ttft_s: queued + step + own.
+        cost_s: What was compared.
+        in_flight: Requests there at that moment.
+        blocks_held: Blocks listed for it at that moment.
+    """
+
+    replica_id: str
+    matched_blocks: int
+    uncached_tokens: int
+    queued_s: float
+    step_s: float
+    own_s: float
+    price_s: float
+    kv_s: float
+    predicted_ttft_s: float
+    cost_s: float
+    in_flight: int
+    blocks_held: int
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> CandidateRecord:
+        """Returns the record of a candidate."""
+        return cls(
+            replica_id=candidate.replica_id,
+            matched_blocks=candidate.matched_blocks,
+            uncached_tokens=candidate.uncached_tokens,
+            queued_s=candidate.queued_s,
+            step_s=candidate.step_s,
+            own_s=candidate.own_s,
+            price_s=candidate.price_s,
+            kv_s=candidate.kv_s,
+            predicted_ttft_s=candidate.ttft_s,
+            cost_s=candidate.cost_s,
+            in_flight=candidate.in_flight,
+            blocks_held=candidate.blocks_held,
+        )
+
+
+class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One try at one replica; `error` is the code of what went wrong, None while nothing did."""
+
+    replica_id: str
+    reason: str
+    error: str | None = None
+
+
+class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One request: the last decision about it, all attempts, and its end. It holds no prompt text.
+
+    Attributes:
+        id: The request's id, also in ``x-kvway-request-id``.
+        time: When it arrived, Unix seconds.
+        route: Path it came in on.
+        model: Served model name.
+        stream: Whether an event stream was asked for.
+        num_prompts: Prompts in the request.
+        prompt_tokens: Tokens of all its prompts.
+        prompt_blocks: Full blocks of its first prompt.
+        block_size: Tokens per block.
+        replica_id: The chosen replica, of the last attempt.
+        reason: Why, as one word.
+        detail: Why, as a sentence with the numbers.
+        price_of_work: How much more than its time own work cost, because all replicas queued.
+        matched_tokens: Prompt tokens that the chosen replica held, by the router's index.
+        predicted_ttft_s: Predicted time to first token at the chosen replica.
+        num_candidates: Replicas that were weighed.
+        candidates: The cheapest of them, `MAX_CANDIDATES` at most, the chosen one among them.
+        attempts: Every try, in order.
+        status: HTTP status the client got; None while the request runs.
+        finish: How it ended: "done", "failed", "client_gone" or "shut_down"; "running" until then.
+        error: Code of the error that ended it, if one did.
+        cached_tokens: Prompt tokens that the replica says it had cached; None if it does not say.
+        ttft_s: From arrival to the first byte of the answer at the router.
+        duration_s: From arrival to the end.
+    """
+
+    id: str
+    time: float
+    route: str
+    model: str
+    stream: bool
+    num_prompts: int
+    prompt_tokens: int
+    prompt_blocks: int
+    block_size: int
+    replica_id: str
+    reason: str
+    detail: str
+    price_of_work: float
+    matched_tokens: int
+    predicted_ttft_s: float
+    num_candidates: int
+    candidates: tuple[CandidateRecord, ...]
+    attempts: tuple[AttemptRecord, ...]
+    status: int | None = None
+    finish: str = "running"
+    error: str | None = None
+    cached_tokens: int | None = None
+    ttft_s: float | None = None
+    duration_s: float | None = None
+
+
+class DecisionSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A record without its candidates and attempts, for lists."""
+
+    id: str
+    time: float
+    route: str
+    model: str
+    stream: bool
+    prompt_tokens: int
+    replica_id: str
+    reason: str
+    matched_tokens: int
+    predicted_ttft_s: float
+    status: int | None
+    finish: str
+    cached_tokens: int | None
+    ttft_s: float | None
+    duration_s: float | None
+
+
+_SUMMARY_FIELDS: Final = DecisionSummary.__struct_fields__
+
+
+def summarize(record: DecisionRecord) -> DecisionSummary:
+    """Returns what a list shows of a record."""
+    return DecisionSummary(**{name: getattr(record, name) for name in _SUMMARY_FIELDS})
+
+
+def shown_candidates(decision: Decision) -> tuple[CandidateRecord, ...]:
+    """Returns the cheapest candidates, the chosen one always among them, bounded in number."""
+    shown = decision.candidates[:MAX_CANDIDATES]
+    if decision.chosen not in shown:
+        shown = (*shown[:-1], decision.chosen)
+    return tuple(CandidateRecord.of(candidate) for candidate in shown)
+
+
+class DecisionStore:
+    """The last records, by id and by age.
+
+    Invariants:
+        1. It never holds more than `max_records`.
+        2. Putting a record that is already there replaces it and keeps its place.
+        3. A record that has been pushed out does not come back: its request's end is not lost in
+           metrics and log, only here.
+    """
+
+    def __init__(self, *, max_records: int) -> None:
+        """Makes an empty store; with `max_records` 0 it stays empty."""
+        self._max_records = max_records
+        self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: DecisionRecord) -> None:
+        """Adds the record of a new request, and forgets the oldest one when it is full."""
+        self._records[record.id] = record
+        while len(self._records) > self._max_records:
+            self._records.popitem(last=False)
+
+    def update(self, record: DecisionRecord) -> None:
+        """Puts a newer record of the same request in place, unless it was forgotten meanwhile."""
+        if record.id in self._records:
+            self._records[record.id] = record
+
+    def get(self, request_id: str) -> DecisionRecord | None:
+        """Returns the record of a request, None when it was never there or is forgotten."""
+        return self._records.get(request_id)
+
+    def latest(self, limit: int) -> list[DecisionRecord]:
+        """Returns up to `limit` records, the newest first."""
+        return list(islice(reversed(self._records.values()), limit))

@@ -1,0 +1,301 @@
+"""One attempt at one replica: send the request, stream the answer, say what went wrong.
+
+Every failure of the replica leaves here as one of four errors; nothing of the HTTP library does.
+Whether to try another replica is not decided here (dispatch does), and the client's side of the
+connection is not touched here either, so a client that leaves can never look like a replica that
+failed.
+
+Leaving the context of an attempt before the end of its answer closes the connection at once,
+which is how the replica learns that nobody waits any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Final, Self, TypeAlias
+
+import aiohttp
+import msgspec
+from multidict import CIMultiDict, CIMultiDictProxy
+
+from kvway_core.errors import ConnectFailed, DeadlineExceeded, ProtocolError, StreamBroken
+
+POOL_IDLE_S: Final = 10.0
+"""Idle connections are dropped after this; every server's keep-alive must be longer."""
+
+HOP_BY_HOP: Final = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+# What the client sends for the connection to the router, not for the replica behind it. Without
+# accept-encoding an answer is never compressed, so its usage can be read.
+_NOT_FORWARDED: Final = frozenset({"host", "content-length", "accept-encoding", "expect"})
+_INTERNAL_PREFIX: Final = "x-kvway-"
+
+_Headers: TypeAlias = CIMultiDict[str] | CIMultiDictProxy[str]
+
+
+def request_headers(received: _Headers, *, request_id: str) -> CIMultiDict[str]:
+    """Return the headers for the replica: the client's, less what is not the replica's.
+
+    Dropped are hop-by-hop headers (also those that ``Connection`` names), ``Host``,
+    ``Content-Length``, ``Accept-Encoding``, ``Expect`` and everything named ``x-kvway-...``. The
+    client's ``x-request-id`` is kept; without one the router's own id is sent.
+    """
+    headers = _end_to_end(received)
+    for name in {name for name in headers if _is_not_for_replica(name.lower())}:
+        headers.popall(name, None)
+    headers.setdefault("X-Request-Id", request_id)
+    return headers
+
+
+def _is_not_for_replica(name: str) -> bool:
+    return name in _NOT_FORWARDED or name.startswith(_INTERNAL_PREFIX)
+
+
+def _end_to_end(headers: _Headers) -> CIMultiDict[str]:
+    dropped = set(HOP_BY_HOP)
+    for value in headers.getall("connection", ()):
+        dropped.update(name.strip().lower() for name in value.split(","))
+    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in dropped)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAnswer:
+    """The head of a replica's answer, and its body as it comes.
+
+    Attributes:
+        status: 200 to 599.
+        headers: End-to-end headers, unchanged.
+    """
+
+    status: int
+    headers: CIMultiDict[str]
+    _response: aiohttp.ClientResponse
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is a stream of server-sent events."""
+        return self._response.content_type == "text/event-stream"
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body's bytes as they arrive; nothing is read ahead of a slow consumer.
+
+        Raises:
+            StreamBroken: The connection ended before the body did.
+            ProtocolError: The body's framing cannot be understood.
+            DeadlineExceeded: Nothing arrived for longer than the read timeout.
+        """
+        body = self._response.content.iter_any()
+        while True:
+            with _replica_at_fault():
+                chunk = await anext(body, b"")
+            if not chunk:
+                return
+            yield chunk
+
+    async def read(self, *, limit_bytes: int) -> bytes:
+        """Return the body up to its end, or the part of it that first passes `limit_bytes`."""
+        held = bytearray()
+        async for chunk in self.chunks():
+            held += chunk
+            if len(held) > limit_bytes:
+                break
+        return bytes(held)
+
+
+class ReplicaClient:
+    """The router's HTTP client: one pool of connections, shared by all attempts.
+
+    Nothing in it queues: the number of connections is bounded by the requests that the router
+    admits, never by the pool.
+    """
+
+    def __init__(self, *, connect_timeout_s: float, read_timeout_s: float) -> None:
+        """Set the limits of every attempt.
+
+        Args:
+            connect_timeout_s: A connection takes at most this long.
+            read_timeout_s: A replica is silent for at most this long, before its answer or in it.
+        """
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=connect_timeout_s, sock_read=read_timeout_s
+        )
+        self._pooled: aiohttp.ClientSession | None = None
+        self._fresh: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        """Open the pool."""
+        self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_IDLE_S))
+        self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True))
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close every connection."""
+        for session in (self._pooled, self._fresh):
+            if session is not None:
+                await session.close()
+
+    def _session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=connector,
+            timeout=self._timeout,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            trust_env=False,
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+            trace_configs=[_note_reuse()],
+        )
+
+    @asynccontextmanager
+    async def attempt(
+        self, url: str, *, headers: Mapping[str, str], body: bytes
+    ) -> AsyncIterator[ReplicaAnswer]:
+        """Post `body` to `url` and give the answer once its head is there.
+
+        A pooled connection that the replica had already closed costs nothing but a new one: when a
+        reused connection breaks before the first byte of an answer, the request is sent once more.
+
+        Raises:
+            ConnectFailed: No connection; nothing was sent.
+            StreamBroken: The connection ended without an answer.
+            ProtocolError: The answer's head cannot be understood.
+            DeadlineExceeded: No answer within the read timeout.
+        """
+        response = await self._post(url, headers=headers, body=body)
+        try:
+            if not 200 <= response.status <= 599:
+                raise ProtocolError(f"The replica answered with status {response.status}.")
+            yield ReplicaAnswer(response.status, _end_to_end(response.headers), response)
+        finally:
+            response.close()  # gives a connection back only when its answer was read to the end
+
+    async def _post(
+        self, url: str, *, headers: Mapping[str, str], body: bytes
+    ) -> aiohttp.ClientResponse:
+        if self._pooled is None or self._fresh is None:
+            raise RuntimeError("the client is not open")
+        trace = SimpleNamespace(reused=False)
+        for session in (self._pooled, self._fresh):
+            try:
+                with _replica_at_fault():
+                    return await session.post(
+                        url,
+                        headers=headers,
+                        data=body,
+                        allow_redirects=False,
+                        trace_request_ctx=trace,
+                    )
+            except StreamBroken:
+                if session is self._fresh or not trace.reused:
+                    raise
+        raise AssertionError("a fresh connection either answers or raises")
+
+
+def _note_reuse() -> aiohttp.TraceConfig:
+    async def note(
+        _session: aiohttp.ClientSession,
+        context: SimpleNamespace,
+        _params: aiohttp.TraceConnectionReuseconnParams,
+    ) -> None:
+        context.trace_request_ctx.reused = True
+
+    config = aiohttp.TraceConfig()
+    config.on_connection_reuseconn.append(note)
+    return config
+
+
+@contextmanager
+def _replica_at_fault() -> Iterator[None]:
+    """Turn what the HTTP library raises while talking to a replica into the error it means."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
+        raise ConnectFailed("No connection to the replica.") from exc
+    except aiohttp.ServerTimeoutError as exc:
+        raise DeadlineExceeded("The replica was silent for too long.") from exc
+    except (
+        aiohttp.ClientPayloadError,
+        aiohttp.ServerDisconnectedError,
+        aiohttp.ClientOSError,
+        ConnectionError,
+    ) as exc:
+        raise StreamBroken("The replica closed the connection before its answer ended.") from exc
+    except aiohttp.ClientError as exc:
+        raise ProtocolError("The replica's answer is not valid HTTP.") from exc
+
+
+class _UsageDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _UsageDetails | None = None
+
+
+class _WithUsage(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_decode_usage = msgspec.json.Decoder(_WithUsage).decode
+
+
+class CachedTokens:
+    """Finds how many prompt tokens the engine had cached, in an answer that passes by.
+
+    It reads the ``x-kvway-cached-tokens`` header, else the ``usage`` of a JSON body or of the
+    last event of a stream that has one. It holds the last 8 KiB of a stream at most.
+    """
+
+    _KEEP_BYTES: Final = 8192
+
+    def __init__(self, headers: CIMultiDict[str]) -> None:
+        """Look at the answer's `headers`."""
+        header = headers.get("x-kvway-cached-tokens", "")
+        self._header = int(header) if header.isascii() and header.isdigit() else None
+        self._tail = bytearray()
+
+    def push(self, chunk: bytes) -> None:
+        """Look at the next bytes of an event stream."""
+        if self._header is not None:
+            return
+        self._tail += chunk
+        if len(self._tail) > 2 * self._KEEP_BYTES:
+            del self._tail[: -self._KEEP_BYTES]
+
+    def in_stream(self) -> int | None:
+        """Return what the event stream reported, None when it did not."""
+        if self._header is not None:
+            return self._header
+        for line in reversed(bytes(self._tail[-self._KEEP_BYTES :]).splitlines()):
+            if line.startswith(b"data:"):
+                cached = _cached_in(line.removeprefix(b"data:"))
+                if cached is not None:
+                    return cached
+        return None
+
+    def in_body(self, body: bytes) -> int | None:
+        """Return what a JSON body reported, None when it did not."""
+        return self._header if self._header is not None else _cached_in(body)
+
+
+def _cached_in(payload: bytes) -> int | None:
+    try:
+        usage = _decode_usage(payload).usage
+    except (msgspec.MsgspecError, RecursionError):
+        return None  # half an event at the cut, "[DONE]", or not ours to judge
+    if usage is None or usage.prompt_tokens_details is None:
+        return None
+    return usage.prompt_tokens_details.cached_tokens

@@ -1,0 +1,173 @@
+"""From a request body to what the router must know about it: pure CPU work, kept off the loop.
+
+`read_request` is a plain function of the body; `ReaderPool` runs it in a few threads with a bounded
+queue before them, so that one long prompt delays neither the streams of others nor the probes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, TypeVar
+
+import msgspec
+
+from kvway_core.api import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from kvway_core.blocks import Namespace, block_hashes, event_hash
+from kvway_core.errors import ContextLengthExceeded, ModelNotFound, Overloaded
+from kvway_core.prompts import PromptEncoder
+from kvway_core.strict_json import top_level_fields
+
+_Result = TypeVar("_Result")
+
+STRIPPED_FIELDS: Final = frozenset({"cache_salt"})
+"""Fields of a body that never reach a replica: who shares whose cache is not the client's choice."""
+
+
+class Route(Enum):
+    """The routes that generate; the value is the path, here and at every replica."""
+
+    CHAT = "/v1/chat/completions"
+    COMPLETIONS = "/v1/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """What routing needs of a request.
+
+    Attributes:
+        model: Served model name.
+        stream: Whether the client asked for an event stream.
+        num_prompts: Prompts in the request; all but the first count as work only.
+        num_tokens: Prompt tokens of all prompts together.
+        hashes: Event hash of each full block of the first prompt.
+        body: The bytes for the replica: the client's own unless a field had to be stripped.
+    """
+
+    model: str
+    stream: bool
+    num_prompts: int
+    num_tokens: int
+    hashes: tuple[int, ...]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The one model behind this router.
+
+    Attributes:
+        name: What clients call it.
+        encoder: Its tokenizer and chat template.
+        namespace: What its block hashes start from.
+    """
+
+    name: str
+    encoder: PromptEncoder
+    namespace: Namespace
+
+
+def read_request(
+    body: bytes, *, route: Route, model: ServedModel, max_model_len: int | None
+) -> ReadRequest:
+    """Decode, check, tokenize and hash one request.
+
+    Args:
+        body: As the client sent it.
+        route: Where it was sent.
+        model: What this router serves.
+        max_model_len: Tokens of prompt and answer together, None when nobody said.
+
+    Raises:
+        InvalidRequest: Anything malformed, with the field's name.
+        ModelNotFound: Another model is asked for.
+        ContextLengthExceeded: A prompt leaves no room for a single token of an answer.
+    """
+    request = parse_chat(body) if route is Route.CHAT else parse_completion(body)
+    if request.model != model.name:
+        raise ModelNotFound(
+            f"The model is not served here; this server has {model.name}.", param="model"
+        )
+    prompts = _encode(request, model.encoder)
+    longest = max(len(prompt) for prompt in prompts)
+    if max_model_len is not None and longest >= max_model_len:
+        raise ContextLengthExceeded(
+            f"The prompt has {longest} tokens and the model's context has {max_model_len}, "
+            "of which the answer needs at least one; shorten the prompt.",
+            param="messages" if route is Route.CHAT else "prompt",
+        )
+    namespace = model.namespace
+    chain = block_hashes(prompts[0], parent=namespace.root(), block_size=namespace.block_size)
+    return ReadRequest(
+        model=request.model,
+        stream=bool(request.stream),
+        num_prompts=len(prompts),
+        num_tokens=sum(len(prompt) for prompt in prompts),
+        hashes=tuple(event_hash(block) for block in chain),
+        body=strip_fields(body),
+    )
+
+
+def _encode(request: ChatRequest | CompletionRequest, encoder: PromptEncoder) -> list[list[int]]:
+    if isinstance(request, ChatRequest):
+        return [encoder.encode_chat(request.messages, tools=request.tools)]
+    return [
+        encoder.encode_text(prompt) if isinstance(prompt, str) else prompt
+        for prompt in request.prompts
+    ]
+
+
+def strip_fields(body: bytes) -> bytes:
+    """Return `body` without `STRIPPED_FIELDS`; the very same bytes when it has none of them.
+
+    The fields that stay keep their order and their spelling.
+    """
+    if not any(field.encode() in body for field in STRIPPED_FIELDS) and b"\\u" not in body:
+        return body
+    fields = top_level_fields(body)
+    if STRIPPED_FIELDS.isdisjoint(fields):
+        return body
+    return msgspec.json.encode({k: v for k, v in fields.items() if k not in STRIPPED_FIELDS})
+
+
+class ReaderPool:
+    """A few threads for CPU work, and a bounded line in front of them.
+
+    The line is kept by the loop and not by the executor: who gives up waiting leaves nothing behind.
+    """
+
+    def __init__(self, *, num_threads: int, max_waiting: int) -> None:
+        """Make a pool; its threads start with the first work."""
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvway-reader")
+        self._free = asyncio.Semaphore(num_threads)
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work in line."""
+        return self._num_waiting
+
+    async def run(self, work: Callable[[], _Result]) -> _Result:
+        """Run `work` in a thread and return its result, or raise what it raised.
+
+        Raises:
+            Overloaded: The line is full.
+        """
+        if self._free.locked() and self._num_waiting >= self._max_waiting:
+            raise Overloaded("Too many prompts are waiting to be read; come back in a second.")
+        self._num_waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self._num_waiting -= 1
+        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        future.add_done_callback(lambda _: self._free.release())
+        return await asyncio.shield(future)
+
+    def close(self) -> None:
+        """Let the threads end after the work they have."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
