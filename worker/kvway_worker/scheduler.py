@@ -1,0 +1,524 @@
+"""Which tokens of which requests the next step computes. Pure: no clock, no threads, no tensors.
+
+One rule: every request catches up from its computed tokens to its known tokens, within a budget
+of tokens per step. Prompts, chunks of prompts, cache hits and generated tokens are all this
+arithmetic.
+
+    waiting ──admit──> running ──stop, length──> finished
+       ▲                  │
+       └───── preempt ────┘   newest first; hashes and arrival are kept
+
+A step is `plan`, then either `commit` with the sampled tokens or `fail`. Between the two nothing
+else may be planned; requests may be added and aborted at any time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+
+from kvway_core.errors import ContextLengthExceeded, InvalidRequest, InvariantViolated
+from kvway_worker.block_pool import BlockContent, BlockPool
+from kvway_worker.sequence import FinishReason, Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The part of one request that a step computes.
+
+    Attributes:
+        seq: The request.
+        start: Position of the first token to compute; the KV of [0, start) is in the blocks, or
+            is written by this very step.
+        num_tokens: Tokens to compute, at least 1.
+        token_ids: These tokens.
+        block_table: Blocks of [0, start + num_tokens), in order.
+        samples: True when the step computes the last known token, so that it gives the next one.
+    """
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    token_ids: TokenIds[int]
+    block_table: TokenIds[int]
+    samples: bool
+
+    @property
+    def is_prefill(self) -> bool:
+        """False only for a row that computes one generated token."""
+        return self.num_tokens > 1 or self.start < self.seq.num_prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step does.
+
+    Attributes:
+        step_id: Counts plans from 1.
+        rows: One per request. A row may read blocks that an earlier row of the same step writes.
+        copies: `(from block, to block, leading tokens)`; done before any row writes.
+    """
+
+    step_id: int
+    rows: tuple[Row, ...]
+    copies: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the step computes."""
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of rows that are not a single generated token."""
+        return sum(row.num_tokens for row in self.rows if row.is_prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class SeqOutput:
+    """What a step gave one request.
+
+    Attributes:
+        seq: The request.
+        token_id: The new token; also the one that ended the answer.
+        finish_reason: Why the answer ended, None while it goes on.
+    """
+
+    seq: Sequence
+    token_id: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start.
+
+    Attributes:
+        prefix_cache_queries: Prompt tokens looked up; once per request.
+        prefix_cache_hits: Prompt tokens whose KV was reused; once per request.
+        computed_tokens: Tokens computed by committed steps.
+        generated_tokens: Tokens sampled.
+        preemptions: Times a request lost its blocks and waited again.
+    """
+
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+
+
+class Scheduler:
+    """Continuous batching over a block pool, first come, first served.
+
+    Args:
+        pool: The blocks.
+        max_num_seqs: Requests in one step at most.
+        max_num_batched_tokens: Tokens in one step at most, at least `max_num_seqs`.
+        max_model_len: Tokens of prompt and answer at most.
+        eos_token_ids: The model's end tokens.
+
+    Invariants:
+        1. A step computes at most `max_num_batched_tokens` tokens of `max_num_seqs` requests.
+        2. While there is a request there is something to compute: the oldest running request is
+           never preempted, and whatever is accepted fits alone.
+        3. `running` is in order of arrival; at most its last request has more than one token to
+           catch up with.
+        4. The references of the pool are exactly the blocks of running requests.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        if not 1 <= max_num_seqs <= max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({max_num_seqs}), and that at least 1"
+            )
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.eos_token_ids = eos_token_ids
+        self.counters = Counters()
+        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
+        self._running: list[Sequence] = []
+        self._in_flight: StepPlan | None = None
+        self._num_plans = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have blocks and take part in steps."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Says whether the next plan has rows."""
+        return bool(self._waiting or self._running)
+
+    def waiting_uncached_tokens(self) -> int:
+        """Returns how many tokens are known, not cached and not yet computed.
+
+        A waiting request counts with what the cache lacked when it came or was preempted.
+        """
+        waiting = sum(seq.num_uncached_tokens for seq in self._waiting.values())
+        return waiting + sum(
+            seq.num_tokens - seq.num_computed_tokens
+            for seq in self._running
+            if seq.num_computed_tokens < seq.num_prompt_tokens
+        )
+
+    def validate(self, seq: Sequence) -> None:
+        """Refuses what can never run. Reads only limits, so any thread may call it.
+
+        Raises:
+            ContextLengthExceeded: If prompt and answer do not fit the context or the pool.
+            InvalidRequest: If no token is asked for.
+            ValueError: If the sequence was made for another block size.
+        """
+        if seq.namespace.block_size != self.pool.block_size:
+            raise ValueError(
+                f"sequence of block size {seq.namespace.block_size} in a pool of "
+                f"{self.pool.block_size}"
+            )
+        if seq.params.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
+        wanted = seq.num_prompt_tokens + seq.params.max_tokens
+        what = (
+            f"The prompt has {seq.num_prompt_tokens} tokens and {seq.params.max_tokens} more are "
+            f"asked for, together {wanted}"
+        )
+        if wanted > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"{what}; the context has {self.max_model_len}. Shorten one of them."
+            )
+        # The last token of an answer is never fed back, so its KV needs no place.
+        capacity = self.pool.num_blocks * self.pool.block_size
+        if wanted - 1 > capacity:
+            raise ContextLengthExceeded(
+                f"{what}; the KV cache of this worker holds {capacity}. Shorten one of them."
+            )
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a request behind all others.
+
+        Raises:
+            ContextLengthExceeded: As `validate`.
+            InvalidRequest: As `validate`, or if a request of this id has not ended.
+            ValueError: As `validate`.
+        """
+        self.validate(seq)
+        if self._find(seq.request_id) is not None:
+            raise InvalidRequest(
+                f"A request with the id {seq.request_id!r} is running; use another id.",
+                param="request_id",
+            )
+        seq.num_uncached_tokens = self._num_uncached(seq)
+        self._waiting[seq.request_id] = seq
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request now and frees its blocks; says whether there was one.
+
+        During a step, what the step still writes is dropped unless another request shares it.
+        """
+        seq = self._find(request_id)
+        if seq is None:
+            return False
+        self._end(seq, Status.ABORTED)
+        return True
+
+    def plan(self) -> StepPlan:
+        """Decides the next step: running requests first, then admits waiting ones in order.
+
+        Returns:
+            The step; without rows when there is nothing to do, and then it is not to be committed.
+
+        Raises:
+            InvariantViolated: If the last step was neither committed nor failed.
+        """
+        if self._in_flight is not None:
+            raise InvariantViolated(f"step {self._in_flight.step_id} has not ended")
+        self._num_plans += 1
+        rows: list[Row] = []
+        copies: list[tuple[int, int, int]] = []
+        budget = self.max_num_batched_tokens
+        num_preempted = self.counters.preemptions
+        for seq in tuple(self._running):
+            if not budget:
+                break
+            if seq.status is not Status.RUNNING or not self._grow(seq, budget):
+                break  # whoever lost its blocks is the newest: nobody comes after it
+            rows.append(self._row(seq, budget))
+            budget -= rows[-1].num_tokens
+        may_admit = self.counters.preemptions == num_preempted
+        while may_admit and budget and self._waiting and len(self._running) < self.max_num_seqs:
+            seq = next(iter(self._waiting.values()))
+            copy = self._admit(seq, budget)
+            if copy is None:
+                break
+            copies += copy
+            rows.append(self._row(seq, budget))
+            budget -= rows[-1].num_tokens
+        plan = StepPlan(self._num_plans, tuple(rows), tuple(copies))
+        if rows:
+            self._in_flight = plan
+        return plan
+
+    def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[SeqOutput]:
+        """Takes in the result of a step.
+
+        Args:
+            plan: The step that `plan` returned last.
+            sampled: request id -> new token, for every row that samples.
+
+        Returns:
+            The new token of each row that sampled and whose request was not aborted meanwhile.
+
+        Raises:
+            InvariantViolated: If the plan is not the one in flight or a token is missing; nothing
+                has changed then.
+        """
+        self._check_in_flight(plan)
+        missing = [
+            r.seq.request_id for r in plan.rows if r.samples and r.seq.request_id not in sampled
+        ]
+        if missing:
+            raise InvariantViolated(f"step {plan.step_id} has no token for {missing}")
+        self._in_flight = None
+        rows = [row for row in plan.rows if row.seq.status is Status.RUNNING]
+        for row in rows:
+            self._take_shared(row.seq)
+            row.seq.num_computed_tokens = row.start + row.num_tokens
+            self.counters.computed_tokens += row.num_tokens
+        self.pool.commit()
+        return [self._accept(row.seq, sampled[row.seq.request_id]) for row in rows if row.samples]
+
+    def fail(self, plan: StepPlan) -> list[Sequence]:
+        """Ends every request of a step that could not be computed; what was pending is dropped.
+
+        Returns:
+            The requests that failed; those aborted meanwhile are not among them.
+
+        Raises:
+            InvariantViolated: If the plan is not the one in flight.
+        """
+        self._check_in_flight(plan)
+        self._in_flight = None
+        failed = [row.seq for row in plan.rows if row.seq.status is Status.RUNNING]
+        for seq in failed:
+            self._end(seq, Status.FAILED)
+        return failed
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content, unless a request holds blocks; says whether it did."""
+        return self.pool.reset()
+
+    def check_invariants(self) -> None:
+        """Checks the pool's invariants and that its references are the running requests' blocks.
+
+        Raises:
+            InvariantViolated: If the books do not add up.
+        """
+        self.pool.check_invariants()
+        held = [0] * self.pool.num_blocks
+        for seq in self._running:
+            for block in (*seq.block_table, *seq.shared_blocks.values()):
+                held[block] += 1
+        for seq in self._waiting.values():
+            if seq.block_table or seq.shared_blocks:
+                raise InvariantViolated(f"waiting request {seq.request_id!r} holds blocks")
+        if held != [self.pool.num_references(block) for block in range(self.pool.num_blocks)]:
+            raise InvariantViolated(f"4: requests hold {held}; {self.pool.free_order()} are free")
+        if self._in_flight is None and self.pool.num_pending:
+            raise InvariantViolated(f"{self.pool.num_pending} blocks are pending between steps")
+        behind = [seq for seq in self._running if seq.num_tokens - seq.num_computed_tokens > 1]
+        if self._in_flight is None and behind not in ([], self._running[-1:]):
+            raise InvariantViolated(f"3: {len(behind)} requests are behind, not only the newest")
+
+    def _find(self, request_id: str) -> Sequence | None:
+        waiting = self._waiting.get(request_id)
+        if waiting is not None:
+            return waiting
+        return next((seq for seq in self._running if seq.request_id == request_id), None)
+
+    def _match(self, seq: Sequence) -> list[int]:
+        return self.pool.match(seq.chain.hashes, seq.token_ids, namespace=seq.namespace)
+
+    def _num_uncached(self, seq: Sequence) -> int:
+        return max(1, seq.num_tokens - len(self._match(seq)) * self.pool.block_size)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.pool.block_size)
+
+    def _grow(self, seq: Sequence, budget: int) -> bool:
+        """Gives a running request blocks for its next tokens, at the expense of the newest.
+
+        Returns:
+            False when the request itself was the newest and lost its blocks.
+        """
+        end = min(seq.num_tokens, seq.num_computed_tokens + budget)
+        num_new = self._blocks_for(end) - len(seq.block_table)
+        while not self.pool.can_allocate(num_new):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        seq.block_table += self.pool.allocate(num_new)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Frees a request's blocks, hashes kept, and puts it at the front of the queue."""
+        self._running.remove(seq)
+        self._release(seq)
+        seq.status = Status.WAITING
+        seq.num_uncached_tokens = self._num_uncached(seq)
+        self._waiting[seq.request_id] = seq
+        self._waiting.move_to_end(seq.request_id, last=False)
+        self.counters.preemptions += 1
+
+    def _admit(self, seq: Sequence, budget: int) -> list[tuple[int, int, int]] | None:
+        """Moves a waiting request into the batch if all of its known tokens fit.
+
+        The cache is looked up here and nowhere else, in one go with taking the blocks.
+
+        Returns:
+            The copies its first row needs, None when it does not fit now.
+        """
+        hits = self._match(seq)
+        size = self.pool.block_size
+        copies: list[tuple[int, int, int]] = []
+        if len(hits) * size == seq.num_tokens:
+            # Fully cached: one token is still needed to know the next one. It is computed on a
+            # copy of the last block, because a shared block is never written. What is not yet
+            # computed cannot be copied, and without room for the copy there is room for the block.
+            last = hits[-1]
+            if (
+                size > 1
+                and not self.pool.is_pending(last)
+                and self.pool.can_allocate(1, hits=hits)
+            ):
+                (own,) = self.pool.allocate(1, hits=hits)
+                seq.block_table = [*hits[:-1], own]
+                seq.shared_blocks = {len(hits) - 1: last}
+                copies = [(last, own, size - 1)]
+                self._start(seq, num_cached_tokens=seq.num_tokens - 1)
+                return copies
+            hits = hits[:-1]
+        if not self.pool.can_allocate(self._blocks_for(seq.num_tokens) - len(hits), hits=hits):
+            return None
+        num_cached = len(hits) * size
+        end = min(seq.num_tokens, num_cached + budget)
+        seq.block_table = hits + self.pool.allocate(self._blocks_for(end) - len(hits), hits=hits)
+        self._start(seq, num_cached_tokens=num_cached)
+        return copies
+
+    def _start(self, seq: Sequence, *, num_cached_tokens: int) -> None:
+        """Makes an admitted request a running one."""
+        del self._waiting[seq.request_id]
+        self._running.append(seq)
+        seq.status = Status.RUNNING
+        seq.num_computed_tokens = num_cached_tokens
+        seq.num_published_blocks = num_cached_tokens // self.pool.block_size
+        if seq.cached_tokens is None:
+            seq.cached_tokens = num_cached_tokens
+            self.counters.prefix_cache_queries += seq.num_prompt_tokens
+            self.counters.prefix_cache_hits += num_cached_tokens
+
+    def _row(self, seq: Sequence, budget: int) -> Row:
+        """Schedules a request's next tokens and publishes the blocks that they fill."""
+        start = seq.num_computed_tokens
+        end = min(seq.num_tokens, start + budget)
+        self._publish(seq, end)
+        return Row(
+            seq=seq,
+            start=start,
+            num_tokens=end - start,
+            token_ids=tuple(seq.token_ids[start:end]),
+            block_table=tuple(seq.block_table),
+            samples=end == seq.num_tokens,
+        )
+
+    def _publish(self, seq: Sequence, end: int) -> None:
+        """Publishes the full blocks of [0, end) that are not yet.
+
+        A block whose content the pool already has will give way to that block when the step is
+        done; until then the sequence holds both.
+        """
+        size = self.pool.block_size
+        for index in range(seq.num_published_blocks, end // size):
+            if index not in seq.shared_blocks:
+                own = seq.block_table[index]
+                found = self.pool.publish(
+                    own,
+                    BlockContent(
+                        block_hash=seq.chain.hashes[index],
+                        parent=seq.shared_or_own(index - 1) if index else seq.namespace,
+                        token_ids=tuple(seq.token_ids[index * size : (index + 1) * size]),
+                    ),
+                )
+                if found is None:
+                    return
+                if found != own:
+                    self.pool.touch(found)
+                    seq.shared_blocks[index] = found
+            seq.num_published_blocks = index + 1
+
+    def _take_shared(self, seq: Sequence) -> None:
+        """Replaces blocks that duplicate content by the ones that are found for it."""
+        for index, shared in seq.shared_blocks.items():
+            self.pool.free((seq.block_table[index],))
+            seq.block_table[index] = shared
+        seq.shared_blocks = {}
+
+    def _accept(self, seq: Sequence, token_id: int) -> SeqOutput:
+        """Appends a sampled token and ends the request if it was the last one."""
+        seq.append(token_id)
+        self.counters.generated_tokens += 1
+        reason: FinishReason | None = None
+        is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
+        if is_eos or token_id in seq.params.stop_token_ids:
+            reason = "stop"
+        elif seq.num_output_tokens >= seq.params.max_tokens:
+            reason = "length"
+        if reason is not None:
+            self._end(seq, Status.FINISHED)
+        return SeqOutput(seq, token_id, reason)
+
+    def _end(self, seq: Sequence, status: Status) -> None:
+        """Takes a request out, wherever it is, and frees its blocks."""
+        if seq.status is Status.WAITING:
+            del self._waiting[seq.request_id]
+        else:
+            self._running.remove(seq)
+        self._release(seq)
+        seq.status = status
+
+    def _release(self, seq: Sequence) -> None:
+        """Frees a request's blocks, each shared one just before the block that it replaces."""
+        held: list[int] = []
+        for index, block in enumerate(seq.block_table):
+            held.append(block)
+            if index in seq.shared_blocks:
+                held.append(seq.shared_blocks[index])
+        self.pool.free(held)
+        seq.block_table = []
+        seq.shared_blocks = {}
+        seq.num_computed_tokens = 0
+        seq.num_published_blocks = 0
+
+    def _check_in_flight(self, plan: StepPlan) -> None:
+        if plan is not self._in_flight:
+            raise InvariantViolated(f"step {plan.step_id} is not the one in flight")

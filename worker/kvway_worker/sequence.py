@@ -1,0 +1,174 @@
+"""One request's state: its tokens, its blocks and how far it is computed.
+
+token_ids     [0, num_prompt_tokens) is the prompt, the rest was generated
+KV            [0, num_computed_tokens) is computed; what follows is known and waits for a step
+block_table   block i holds the KV of tokens [i * block_size, (i + 1) * block_size)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence as TokenIds
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from kvway_core.blocks import BlockHash, HashChain, Namespace
+from kvway_core.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length"]
+
+
+class Status(enum.Enum):
+    """Where a sequence is in its life; the last three are final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class Chain(Protocol):
+    """What a sequence needs of its block hashes; `HashChain` is the real one."""
+
+    hashes: list[BlockHash]
+
+    def extend(self, token_ids: TokenIds[int]) -> None:
+        """Appends tokens and the hashes of the blocks they fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends.
+
+    Attributes:
+        max_tokens: Tokens to generate at most, at least 1.
+        temperature: 0 takes the likeliest token.
+        top_p: Share of the probability that is sampled from, in (0, 1].
+        seed: Makes the choice repeatable; None draws a new one.
+        stop: Strings that end the answer. Whoever turns tokens into text watches for them.
+        stop_token_ids: Tokens that end the answer, whatever `ignore_eos` says.
+        ignore_eos: The model's end tokens do not end the answer.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+
+
+class Sequence:
+    """A request as the scheduler knows it; only the scheduler changes one.
+
+    Attributes:
+        request_id: Unique among the requests of a worker that have not ended.
+        token_ids: Every known token, prompt first. Only accepted tokens are ever in it.
+        num_prompt_tokens: How many of them are the prompt.
+        params: How tokens are chosen.
+        namespace: What else the KV depends on.
+        arrival_s: When the request came, seconds on the caller's clock; kept through preemption.
+        chain: Hashes of the full blocks of `token_ids`; each token is hashed once.
+        block_table: Ids of the blocks that hold its KV, in order.
+        num_computed_tokens: Leading tokens whose KV is in the blocks.
+        num_published_blocks: Leading blocks whose content the pool knows.
+        shared_blocks: Block index -> id of a block of the pool with the same content as
+            `block_table[index]`; it takes that place when the step is done. Empty between steps.
+        cached_tokens: Prompt tokens whose KV was reused; fixed at first admission, None before.
+        num_uncached_tokens: Prompt tokens to compute, as seen at arrival; for load reports.
+        status: Where it is in its life.
+    """
+
+    __slots__ = (
+        "arrival_s",
+        "block_table",
+        "cached_tokens",
+        "chain",
+        "namespace",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "num_published_blocks",
+        "num_uncached_tokens",
+        "params",
+        "request_id",
+        "shared_blocks",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: TokenIds[int],
+        *,
+        params: SamplingParams,
+        namespace: Namespace,
+        arrival_s: float = 0.0,
+        chain: Chain | None = None,
+    ) -> None:
+        """Makes a sequence that has computed nothing yet.
+
+        Args:
+            request_id: Its name.
+            prompt_token_ids: The prompt, not empty, each within uint32.
+            params: How tokens are chosen.
+            namespace: What else the KV depends on.
+            arrival_s: When the request came, seconds.
+            chain: Its block hashes, empty; None makes them for `namespace`.
+
+        Raises:
+            InvalidRequest: If the prompt is empty or a token id is not one.
+        """
+        if not prompt_token_ids:
+            raise InvalidRequest("The prompt has no tokens; send at least one.", param="prompt")
+        self.request_id = request_id
+        self.token_ids: list[int] = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.params = params
+        self.namespace = namespace
+        self.arrival_s = arrival_s
+        self.chain = chain or HashChain(namespace.root(), namespace.block_size)
+        try:
+            self.chain.extend(self.token_ids)
+        except (ValueError, TypeError) as exc:
+            raise InvalidRequest(
+                "A token id of the prompt is out of range.", param="prompt"
+            ) from exc
+        self.block_table: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_published_blocks = 0
+        self.shared_blocks: dict[int, int] = {}
+        self.cached_tokens: int | None = None
+        self.num_uncached_tokens = self.num_prompt_tokens
+        self.status = Status.WAITING
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and generated."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """A copy of the prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of what was generated so far."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def append(self, token_id: int) -> None:
+        """Adds an accepted token, and the hash of the block it fills if it fills one."""
+        self.token_ids.append(token_id)
+        self.chain.extend((token_id,))
+
+    def shared_or_own(self, index: int) -> int:
+        """Returns the block that holds block `index` once the step is done."""
+        return self.shared_blocks.get(index, self.block_table[index])
