@@ -1,0 +1,168 @@
+"""Every option of a worker, its unit and its default: the only place that has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvway_core.blocks import DEFAULT_BLOCK_SIZE
+from kvway_core.config import option
+from kvway_core.models import served_model_name
+
+SIM_NUM_BLOCKS: Final = 4096
+TORCH_KV_CACHE_GIB: Final = 1.0
+_MAX_PORT: Final = 65_535
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker was told, validated by `validate`, unchanged while it runs."""
+
+    model: str | None = option(
+        None, help="model to serve: a folder, or a hub id that `kvway fetch` has fetched"
+    )
+    served_model_name: str | None = option(
+        None, help="name clients use; else the id as given, or the name of the folder"
+    )
+    engine: str = option(
+        "torch",
+        help="what computes: the model itself, or a cost model with made-up text",
+        choices=("torch", "sim"),
+    )
+    host: str = option("127.0.0.1", help="interface to listen on")
+    port: int = option(8001, help="port to listen on; 0 takes a free one")
+    dtype: str = option(
+        "auto",
+        help="type of weights and KV; auto is float32 on a CPU and bfloat16 on a GPU",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    device: str = option(
+        "auto",
+        help="where the model runs; auto is the GPU if there is one",
+        choices=("auto", "cpu", "cuda"),
+    )
+    num_blocks: int | None = option(
+        None,
+        help="KV blocks in the pool. Unset: by --kv-cache-gib; sim: 4096",
+        unit="blocks",
+    )
+    kv_cache_gib: float | None = option(
+        None, help="memory for KV blocks, torch only. Unset, without --num-blocks: 1", unit="GiB"
+    )
+    block_size: int = option(
+        DEFAULT_BLOCK_SIZE, help="tokens per KV block; routers learn it from /load", unit="tokens"
+    )
+    max_num_seqs: int = option(32, help="requests in one step at most", unit="requests")
+    max_num_batched_tokens: int = option(
+        2048, help="tokens computed in one step at most", unit="tokens"
+    )
+    max_model_len: int | None = option(
+        None, help="prompt and answer together at most. Unset: the model's limit", unit="tokens"
+    )
+    max_waiting: int = option(
+        256, help="requests that may wait for a place; more are refused with 503", unit="requests"
+    )
+    prefix_caching: bool = option(True, help="share KV blocks between requests")
+    deterministic: bool = option(
+        False, help="answers equal bit for bit, cold or warm, alone or in a batch; slower"
+    )
+    debug_invariants: bool = option(
+        False, help="check the block pool's books after every step; slow"
+    )
+    kv_events: bool = option(True, help="publish cache changes on ZMQ")
+    kv_events_host: str = option("127.0.0.1", help="interface of the KV event sockets")
+    kv_events_port: int = option(0, help="port of the KV events; 0 takes a free one (see /load)")
+    kv_events_replay_port: int = option(0, help="port of their replay; 0 takes a free one")
+    kv_events_token_ids: bool = option(
+        False, help="put token ids into KV events. They are prompts: mind who can connect"
+    )
+    kv_events_buffer: int = option(
+        10_000, help="batches of KV events kept for replay", unit="batches"
+    )
+    sim_prefill_tokens_per_s: float = option(
+        8000.0, help="prompt tokens the sim engine computes", unit="tokens/s"
+    )
+    sim_decode_step_s: float = option(
+        0.01, help="time of a step of the sim engine before its tokens count", unit="seconds"
+    )
+    max_body_bytes: int = option(16 * 2**20, help="largest request body", unit="bytes")
+    body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")
+    tokenizer_threads: int = option(2, help="threads that tokenize", unit="threads")
+    max_tokenizing: int = option(
+        256, help="requests being tokenized or waiting for it; more get 503", unit="requests"
+    )
+    drain_timeout_s: float = option(
+        30.0, help="time running requests have after SIGTERM", unit="seconds"
+    )
+    ready_file: Path | None = option(  # noqa: RUF009 (not a call that shares state)
+        None, help="file to write when ready: JSON with url, pid, boot_id", metavar="FILE"
+    )
+    log_level: str = option(
+        "info", help="least level that is logged", choices=("debug", "info", "warning", "error")
+    )
+
+    def validate(self) -> list[str]:
+        """Return every problem, one line each; empty when the settings make sense."""
+        problems = [] if self.model else ["--model is missing: give a folder or a fetched hub id"]
+        for name in ("port", "kv_events_port", "kv_events_replay_port"):
+            if not 0 <= getattr(self, name) <= _MAX_PORT:
+                problems.append(f"{_flag(name)} must be 0 to {_MAX_PORT}: {getattr(self, name)}")
+        problems += [
+            f"{_flag(name)} must be more than 0: {value}"
+            for name in _POSITIVE
+            if (value := getattr(self, name)) is not None and not value > 0
+        ]
+        if self.drain_timeout_s < 0:
+            problems.append(f"--drain-timeout-s must not be negative: {self.drain_timeout_s}")
+        return problems + self._contradictions()
+
+    def _contradictions(self) -> list[str]:
+        problems: list[str] = []
+        if self.num_blocks is not None and self.kv_cache_gib is not None:
+            problems.append("--num-blocks and --kv-cache-gib exclude each other: give one")
+        if self.engine == "sim":
+            problems += [
+                f"{_flag(name)} has no meaning with --engine sim"
+                for name, unset in (
+                    ("kv_cache_gib", None),
+                    ("dtype", "auto"),
+                    ("device", "auto"),
+                    ("deterministic", False),
+                )
+                if getattr(self, name) != unset
+            ]
+        ports = (self.port, self.kv_events_port, self.kv_events_replay_port)
+        fixed = [port for port in ports if port]
+        if len(set(fixed)) < len(fixed):
+            problems.append("--port, --kv-events-port and --kv-events-replay-port must differ")
+        if self.kv_events_token_ids and not self.kv_events:
+            problems.append("--kv-events-token-ids needs --kv-events")
+        return problems
+
+    @property
+    def name(self) -> str:
+        """The name clients use for the model."""
+        return self.served_model_name or served_model_name(self.model or "")
+
+
+_POSITIVE: Final = (
+    "num_blocks",
+    "kv_cache_gib",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "max_waiting",
+    "kv_events_buffer",
+    "sim_prefill_tokens_per_s",
+    "sim_decode_step_s",
+    "max_body_bytes",
+    "body_timeout_s",
+    "tokenizer_threads",
+    "max_tokenizing",
+)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
