@@ -1,0 +1,68 @@
+"""The specification: attention over a paged cache in eager float32, one row at a time.
+
+Clear, not fast. Everything else in this package is tested against it, and it is tested against
+float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvway_kernels.plan import RequestRows
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    requests: Sequence[RequestRows],
+    *,
+    scale: float,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Attend each row to its request's keys up to its own, in `dtype`.
+
+    Shapes: q [num_rows, num_heads, head_dim]; k_cache, v_cache [num_blocks, block_size,
+    num_kv_heads, head_dim]; out as q; lse [num_rows, num_heads].
+
+    Returns:
+        out: the attention, in `dtype`.
+        lse: natural logarithm of the sum of the exponentiated scores, in `dtype`.
+    """
+    out, lse = torch.zeros_like(q, dtype=dtype), q.new_zeros(q.shape[:2], dtype=dtype)
+    row = 0
+    for request in requests:
+        k = _gather(k_cache, request).to(dtype)
+        v = _gather(v_cache, request).to(dtype)
+        for num_seen in range(request.num_keys - request.num_queries + 1, request.num_keys + 1):
+            out[row], lse[row] = attention(q[row].to(dtype), k[:num_seen], v[:num_seen], scale)
+            row += 1
+    return out, lse
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attend one row to all the given keys; with no keys at all the result is (0, -inf).
+
+    Shapes: q [num_heads, head_dim]; k, v [num_keys, num_kv_heads, head_dim]; out as q;
+    lse [num_heads].
+    """
+    num_heads, num_kv_heads = q.shape[0], k.shape[1]
+    k = k.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    v = v.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    scores = torch.einsum("hd,khd->hk", q, k) * scale
+    lse = torch.logsumexp(scores, dim=1)
+    if not len(k):
+        return torch.zeros_like(q), lse
+    return torch.einsum("hk,khd->hd", torch.exp(scores - lse[:, None]), v), lse
+
+
+def _gather(cache: Tensor, request: RequestRows) -> Tensor:
+    block_size = cache.shape[1]
+    tokens = [
+        cache[request.block_table[position // block_size], position % block_size]
+        for position in range(request.num_keys)
+    ]
+    return torch.stack(tokens)
