@@ -1,0 +1,148 @@
+"""A model's chat template: Jinja in the environment that transformers gives it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvway_core.errors import ConfigError, InvalidRequest
+
+_PROBE = "kvway-probe"
+_FAULTS_OF_INPUT = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What a template can raise when it is given messages that it was not written for."""
+
+
+class ChatTemplate:
+    """Renders conversations. The template is sandboxed: it sees the messages and nothing else.
+
+    Attributes:
+        takes_parts: Whether a message's content may be a list of parts.
+    """
+
+    def __init__(
+        self, source: str, *, tool_source: str | None = None, variables: Mapping[str, str]
+    ) -> None:
+        """Compiles the template.
+
+        Args:
+            source: Jinja source.
+            tool_source: Template for requests with tools, if it is another one.
+            variables: Special tokens by name, e.g. `bos_token`.
+
+        Raises:
+            ConfigError: If the source is not Jinja.
+        """
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            self._tool_template = environment.from_string(tool_source or source)
+        except jinja2.TemplateError as exc:
+            raise ConfigError([f"the chat template of the model is broken: {exc}"]) from exc
+        self._literal_text = source + (tool_source or "")
+        self._variables = dict(variables)
+        self.takes_parts = self._probe_parts()
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """Returns the conversation as text, ending where the assistant begins to answer.
+
+        Raises:
+            InvalidRequest: If the template refuses the messages. The template's own words are given
+                only as far as they stand in the template, so that no prompt text leaks into them.
+        """
+        template = self._template if tools is None else self._tool_template
+        try:
+            return template.render(
+                **self._variables,
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=True,
+            )
+        except _FAULTS_OF_INPUT as exc:
+            reason = str(exc) if isinstance(exc, jinja2.TemplateError) else ""
+            known = reason and reason in self._literal_text
+            raise InvalidRequest(
+                "The chat template of the model refuses these messages"
+                + (f": {reason}" if known else "."),
+                param="messages",
+            ) from exc
+
+    def _probe_parts(self) -> bool:
+        """Says whether the template renders a list of one text part as that text."""
+        parts = [{"type": "text", "text": _PROBE}]
+        try:
+            rendered = self.render([{"role": "user", "content": parts}])
+        except InvalidRequest:
+            return False
+        return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`: marks the assistant's words for training; renders what is inside."""
+
+    tags = {"generation"}  # noqa: RUF012 (the base class has it so)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Returns the inner statements in a scope of their own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Returns the environment that templates of the hub are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _raise_exception(message: str) -> NoReturn:
+    """Raises what a template uses to refuse a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(template: str) -> str:
+    """Returns the local time as a template wants it: local, because transformers gives that."""
+    return datetime.now().astimezone().strftime(template)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002 (the signature templates call)
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
+    """Returns a value as JSON, without the escaping for HTML that Jinja's own filter does."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

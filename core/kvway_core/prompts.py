@@ -1,0 +1,320 @@
+"""Messages and text to token ids, exactly as the model was trained to see them.
+
+The chat template and the tokenizer come from the model's folder, never from a request. Rendering
+and tokenizing agree, id for id, with transformers' `apply_chat_template`, without importing it: a
+router must stay small.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from tokenizers import Tokenizer
+
+from kvway_core.api import ChatMessage, ContentPart
+from kvway_core.chat_template import ChatTemplate
+from kvway_core.errors import ConfigError, InvalidRequest
+
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class PromptEncoder:
+    """Turns prompts into token ids, and token ids into text, for one model.
+
+    All methods may be called from several threads at once.
+
+    Attributes:
+        eos_token_ids: The tokens that end an answer.
+        max_model_len: Tokens of prompt and answer together; None if the model does not say.
+        vocab_size: Token ids are below this.
+        has_chat_template: Whether `encode_chat` works.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: ChatTemplate | None,
+        eos_token_ids: frozenset[int],
+        max_model_len: int | None,
+        vocab_size: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self.eos_token_ids = eos_token_ids
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+
+    @classmethod
+    def load(cls, model_dir: Path) -> PromptEncoder:
+        """Reads a model's folder: tokenizer.json, its configs, its chat template if it has one.
+
+        Raises:
+            ConfigError: Naming the file that is missing or broken.
+        """
+        tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
+        tokenizer_config = _read_json(model_dir / "tokenizer_config.json")
+        model_config = _read_json(model_dir / "config.json")
+        generation_config = _read_json(model_dir / "generation_config.json")
+        special_tokens = _special_tokens(
+            {**_read_json(model_dir / "special_tokens_map.json"), **tokenizer_config}
+        )
+        eos = generation_config.get("eos_token_id", model_config.get("eos_token_id"))
+        eos_token_ids = set(eos if isinstance(eos, list) else [eos])
+        eos_token_ids.add(tokenizer.token_to_id(special_tokens.get("eos_token", "")))
+        return cls(
+            tokenizer,
+            template=_load_template(model_dir, tokenizer_config, special_tokens),
+            eos_token_ids=frozenset(token for token in eos_token_ids if isinstance(token, int)),
+            max_model_len=_positive(model_config.get("max_position_embeddings")),
+            vocab_size=_positive(model_config.get("vocab_size")) or tokenizer.get_vocab_size(),
+        )
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return self._template is not None
+
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> list[int]:
+        """Returns the token ids of a conversation up to where the assistant begins to answer.
+
+        Raises:
+            InvalidRequest: As `render_chat`.
+        """
+        return self.encode_text(self.render_chat(messages, tools=tools), add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> str:
+        """Returns a conversation as the text that the model sees.
+
+        Raises:
+            InvalidRequest: If the template refuses the messages, the model has no template, or a
+                message has a part other than text.
+        """
+        if self._template is None:
+            raise InvalidRequest(
+                "This model has no chat template; use /v1/completions.", param="messages"
+            )
+        parts_allowed = self._template.takes_parts
+        plain = [
+            _plain_message(index, message, parts_allowed=parts_allowed)
+            for index, message in enumerate(messages)
+        ]
+        return self._template.render(plain, tools=tools)
+
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text.
+
+        Args:
+            text: Any text; special tokens written in it become those tokens.
+            add_special_tokens: Whether the tokenizer puts its own (BOS) around it.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing.
+
+        Raises:
+            OverflowError: If an id does not fit 32 unsigned bits.
+        """
+        return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+class Detokenizer:
+    """Turns the tokens of one answer into text as they come, never splitting a character.
+
+    The pieces put together are the text of all tokens together, as long as every run of broken
+    UTF-8 is shorter than the window.
+
+    Invariants:
+        1. At most `_WINDOW` tokens are held, whatever is pushed.
+    """
+
+    __slots__ = ("_encoder", "_num_sent", "_skip_special_tokens", "_window")
+
+    _WINDOW = 32
+    _CONTEXT = 4
+
+    def __init__(self, encoder: PromptEncoder, *, skip_special_tokens: bool = True) -> None:
+        self._encoder = encoder
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        self._num_sent = 0
+
+    def push(self, token_id: int) -> str:
+        """Returns the text that this token completes, which may be empty."""
+        self._window.append(token_id)
+        text = self._decode()
+        complete = text.rstrip("\ufffd")
+        overdue = len(self._window) >= self._WINDOW
+        if overdue and len(complete) < len(text):
+            complete = text[:-1]
+        piece = complete[self._num_sent :]
+        self._num_sent = max(self._num_sent, len(complete))
+        if overdue or (len(complete) == len(text) and len(self._window) > self._CONTEXT):
+            self._shorten(len(text) - len(complete))
+        return piece
+
+    def flush(self) -> str:
+        """Returns what is still held back, broken characters as U+FFFD; call it at the end."""
+        piece = self._decode()[self._num_sent :]
+        self._num_sent += len(piece)
+        return piece
+
+    def _shorten(self, num_held: int) -> None:
+        """Forgets all but the last tokens, which the next one may depend on."""
+        self._window = self._window[-self._CONTEXT :]
+        self._num_sent = max(0, len(self._decode()) - num_held)
+
+    def _decode(self) -> str:
+        """Returns the text of the window."""
+        return self._encoder.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+
+
+def _plain_message(index: int, message: ChatMessage, *, parts_allowed: bool) -> dict[str, object]:
+    """Returns a message as the template sees it: what is null is left out."""
+    plain: dict[str, object] = {"role": message.role}
+    if isinstance(message.content, str):
+        plain["content"] = message.content
+    elif message.content is not None:
+        texts = [_text_of(index, part) for part in message.content]
+        plain["content"] = (
+            [{"type": "text", "text": text} for text in texts]
+            if parts_allowed
+            else "\n".join(texts)
+        )
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_calls is not None:
+        plain["tool_calls"] = [_plain_tool_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _text_of(index: int, part: ContentPart) -> str:
+    """Returns the text of a part.
+
+    Raises:
+        InvalidRequest: If it is not a text part.
+    """
+    param = f"messages[{index}].content"
+    if part.type != "text":
+        raise InvalidRequest(
+            f"{param}: parts of type {part.type[:32]} are not supported, only text.", param=param
+        )
+    if part.text is None:
+        raise InvalidRequest(f"{param}: a text part needs text.", param=param)
+    return part.text
+
+
+def _plain_tool_call(call: Mapping[str, object]) -> dict[str, object]:
+    """Returns a tool call with its arguments as an object, which is what templates expect.
+
+    The API has them as JSON text; text that is no JSON object stays as it is.
+    """
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = msgspec.json.decode(function["arguments"], type=dict[str, object])
+    except (ValueError, RecursionError):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    """Returns the tokenizer in a file, without truncation or padding.
+
+    Raises:
+        ConfigError: If there is none.
+    """
+    if not path.is_file():
+        raise ConfigError([f"{path.parent} is not a model folder: it has no {path.name}"])
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as exc:  # noqa: BLE001 (the library raises nothing narrower)
+        raise ConfigError([f"{path} cannot be read: {exc}"]) from exc
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    """Returns the object in a file, empty when there is no such file.
+
+    Raises:
+        ConfigError: If the file is not a JSON object.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as exc:
+        raise ConfigError([f"{path} cannot be read: {exc}"]) from exc
+    if not isinstance(content, dict):
+        raise ConfigError([f"{path} is not a JSON object"])
+    return content
+
+
+def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
+    """Returns the named special tokens, each given as text or as an object with its content."""
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL_TOKENS:
+        value = config.get(name)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _load_template(
+    model_dir: Path, tokenizer_config: Mapping[str, object], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
+    """Returns the model's chat template: its own file first, then the tokenizer's config.
+
+    Raises:
+        ConfigError: If it cannot be read or compiled.
+    """
+    sources: dict[str, str] = {}
+    configured = tokenizer_config.get("chat_template")
+    if isinstance(configured, str):
+        sources["default"] = configured
+    elif isinstance(configured, list):
+        sources.update({entry["name"]: entry["template"] for entry in configured})
+    extra = sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
+    for path in [model_dir / "chat_template.jinja", *extra]:
+        if path.is_file():
+            name = "default" if path.stem == "chat_template" else path.stem
+            sources[name] = path.read_text(encoding="utf-8")
+    if "default" not in sources:
+        return None
+    return ChatTemplate(
+        sources["default"], tool_source=sources.get("tool_use"), variables=special_tokens
+    )
+
+
+def _positive(value: object) -> int | None:
+    """Returns a positive whole number, None for anything else."""
+    return value if isinstance(value, int) and value > 0 else None
