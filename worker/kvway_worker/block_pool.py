@@ -346,13 +346,11 @@ class BlockPool:
         """Tells of consecutive blocks of one chain."""
         contents = [self._content(block) for block in run]
         parent = contents[0].parent
-        is_first = isinstance(parent, Namespace)
+        before = None if isinstance(parent, Namespace) else self._content(parent).block_hash
         self._events.append(
             BlockStored(
                 block_hashes=[event_hash(content.block_hash) for content in contents],
-                parent_block_hash=None
-                if is_first
-                else event_hash(self._content(parent).block_hash),
+                parent_block_hash=None if before is None else event_hash(before),
                 token_ids=[token for content in contents for token in content.token_ids],
                 block_size=self.block_size,
             )

@@ -16,79 +16,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
 
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, InvariantViolated
 from kvway_worker.block_pool import BlockContent, BlockPool
 from kvway_worker.sequence import FinishReason, Sequence, Status
+from kvway_worker.step import Row, SeqOutput, StepPlan
 
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """The part of one request that a step computes.
-
-    Attributes:
-        seq: The request.
-        start: Position of the first token to compute; the KV of [0, start) is in the blocks, or
-            is written by this very step.
-        num_tokens: Tokens to compute, at least 1.
-        token_ids: These tokens.
-        block_table: Blocks of [0, start + num_tokens), in order.
-        samples: True when the step computes the last known token, so that it gives the next one.
-    """
-
-    seq: Sequence
-    start: int
-    num_tokens: int
-    token_ids: TokenIds[int]
-    block_table: TokenIds[int]
-    samples: bool
-
-    @property
-    def is_prefill(self) -> bool:
-        """False only for a row that computes one generated token."""
-        return self.num_tokens > 1 or self.start < self.seq.num_prompt_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step does.
-
-    Attributes:
-        step_id: Counts plans from 1.
-        rows: One per request. A row may read blocks that an earlier row of the same step writes.
-        copies: `(from block, to block, leading tokens)`; done before any row writes.
-    """
-
-    step_id: int
-    rows: tuple[Row, ...]
-    copies: tuple[tuple[int, int, int], ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens the step computes."""
-        return sum(row.num_tokens for row in self.rows)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens of rows that are not a single generated token."""
-        return sum(row.num_tokens for row in self.rows if row.is_prefill)
-
-
-@dataclass(frozen=True, slots=True)
-class SeqOutput:
-    """What a step gave one request.
-
-    Attributes:
-        seq: The request.
-        token_id: The new token; also the one that ended the answer.
-        finish_reason: Why the answer ended, None while it goes on.
-    """
-
-    seq: Sequence
-    token_id: int
-    finish_reason: FinishReason | None
+__all__ = ["Counters", "Row", "Scheduler", "SeqOutput", "StepPlan"]
 
 
 @dataclass(slots=True)
@@ -292,10 +227,7 @@ class Scheduler:
                 has changed then.
         """
         self._check_in_flight(plan)
-        missing = [
-            r.seq.request_id for r in plan.rows if r.samples and r.seq.request_id not in sampled
-        ]
-        if missing:
+        if missing := plan.missing(sampled):
             raise InvariantViolated(f"step {plan.step_id} has no token for {missing}")
         self._in_flight = None
         rows = [row for row in plan.rows if row.seq.status is Status.RUNNING]

@@ -1,0 +1,439 @@
+"""The loop that steps an engine, between asyncio and its own thread.
+
+    asyncio                                        step thread
+    generate(seq) ──── add, abort, reset ────────> inbox
+         ▲                                           │ between steps
+         │                                        scheduler.plan
+         │                                        engine.execute   raises: the step's requests fail
+         └──── tokens, once per step ──────────── scheduler.commit
+
+The scheduler and the pool belong to the step thread. What asyncio sees of them are values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Final, Protocol, Self
+
+import structlog
+
+from kvway_core.clock import Clock
+from kvway_core.errors import EngineFailed, InvalidRequest, KvwayError, Overloaded, ShuttingDown
+from kvway_core.events import KVEvent
+from kvway_worker.load import EngineLoad, Meter, StepStats
+from kvway_worker.scheduler import Scheduler
+from kvway_worker.sequence import FinishReason
+from kvway_worker.sequence import Sequence as Request
+from kvway_worker.step import StepPlan
+
+MAX_FAILURES_IN_A_ROW: Final = 3
+"""So many failing steps, and the engine is given up."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Engine(Protocol):
+    """What computes steps; used by one thread, except for `close`."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks it has room for."""
+        ...
+
+    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+        """Computes a step: copies first, then the KV of all rows, then what the rows read.
+
+        Returns:
+            request id -> sampled token, for every row that samples.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the engine, from any thread; a step under way returns or raises soon."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """A part of an answer.
+
+    Attributes:
+        token_id: The next token; also the one that ended the answer.
+        finish_reason: "stop" after an end or stop token, "length" at the limit, None in between.
+        cached_tokens: Prompt tokens whose KV was reused; the same in every part.
+    """
+
+    token_id: int | None
+    finish_reason: FinishReason | None
+    cached_tokens: int
+
+
+class EngineLoop:
+    """Steps an engine while there are requests; create and use it inside one running event loop.
+
+    Args:
+        engine: What computes; closed with the loop.
+        scheduler: What is computed; nobody else touches it after `start`.
+        clock: Measures steps.
+        max_waiting: Requests beyond `max_num_seqs` of the scheduler that may be there.
+        debug_invariants: Check the books after every step.
+        on_kv_events: Given the pool's events after each step, on the step thread; must not raise.
+        on_step: Given the statistics of each computed step, on the step thread; must not raise.
+
+    Invariants:
+        1. Each request ends once: with a finish reason, with an error, or by its reader leaving.
+        2. A request's buffer holds at most `max_tokens` tokens and one error.
+        3. A request that is not read any more has no blocks after the current step.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        scheduler: Scheduler,
+        *,
+        clock: Clock,
+        max_waiting: int = 256,
+        debug_invariants: bool = False,
+        on_kv_events: Callable[[Sequence[KVEvent]], None] | None = None,
+        on_step: Callable[[StepStats], None] | None = None,
+    ) -> None:
+        pool = scheduler.pool
+        if (engine.num_blocks, engine.block_size) != (pool.num_blocks, pool.block_size):
+            raise ValueError(
+                f"engine of {engine.num_blocks} blocks of {engine.block_size} tokens, "
+                f"pool of {pool.num_blocks} of {pool.block_size}"
+            )
+        self._engine = engine
+        self._scheduler = scheduler
+        self._clock = clock
+        self._max_requests = scheduler.max_num_seqs + max_waiting
+        self._debug_invariants = debug_invariants
+        self._on_kv_events = on_kv_events
+        self._on_step = on_step
+        # asyncio side
+        self._streams: dict[str, _Stream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        # both sides, under _wake
+        self._wake = threading.Condition()
+        self._inbox: list[_Add | _Abort | _Reset] = []
+        self._closing = False
+        self._ended = False
+        self._failed: Exception | None = None
+        # step thread
+        self._live: dict[str, _Stream] = {}
+        self._meter = Meter()
+        self._failures: list[Exception] = []
+        self._load = self._meter.read(scheduler)
+
+    @property
+    def failed(self) -> Exception | None:
+        """Why the engine was given up; None while it works. It does not come back."""
+        return self._failed
+
+    def start(self) -> None:
+        """Starts the step thread; to be called once, inside the running event loop."""
+        self._event_loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._thread.start()
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def generate(self, seq: Request) -> AsyncGenerator[TokenOut, None]:
+        """Runs a request and yields its tokens as they come; the last has a finish reason.
+
+        Closing the generator, or cancelling who waits for it, aborts the request and frees its
+        blocks; use `contextlib.aclosing` to close it in time.
+
+        Raises:
+            RequestError: If it can never run; before the first token.
+            Overloaded: If too many requests wait; before the first token.
+            ShuttingDown: If the loop drains or is closed.
+            EngineFailed: If its step failed or the engine was given up.
+        """
+        stream = self._submit(seq)
+        try:
+            while True:
+                out = await stream.outputs.get()
+                if isinstance(out, KvwayError):
+                    raise out
+                yield out
+                if out.finish_reason is not None:
+                    return
+        finally:
+            self._leave(stream)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached content, unless a request holds blocks; says whether it did.
+
+        Raises:
+            EngineFailed: If the engine was given up.
+            ShuttingDown: If the loop is closed.
+        """
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._post(_Reset(done))
+        return await done
+
+    def load(self) -> EngineLoad:
+        """Returns how busy the engine is, as of the last step and what was handed over since."""
+        with self._wake:
+            new = [command.stream.seq for command in self._inbox if isinstance(command, _Add)]
+            load = self._load
+        return dataclasses.replace(
+            load,
+            num_waiting=load.num_waiting + len(new),
+            waiting_uncached_tokens=load.waiting_uncached_tokens
+            + sum(seq.num_uncached_tokens for seq in new),
+        )
+
+    async def drain(self) -> None:
+        """Refuses new requests from now on and waits until the accepted ones have ended."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Ends the step thread and the engine; requests that still run get ShuttingDown."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._engine.close()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        elif not self._ended:
+            self._end()
+
+    # --- asyncio side -----------------------------------------------------------------------
+
+    def _submit(self, seq: Request) -> _Stream:
+        self._scheduler.validate(seq)
+        if self._draining:
+            raise ShuttingDown("The worker is shutting down and takes no new requests.")
+        if seq.request_id in self._streams:
+            raise InvalidRequest(
+                f"A request with the id {seq.request_id!r} is running; use another id.",
+                param="request_id",
+            )
+        if len(self._streams) >= self._max_requests:
+            raise Overloaded(
+                f"{len(self._streams)} requests are running or waiting, as many as may be; "
+                "try again later."
+            )
+        stream = _Stream(seq, asyncio.Queue(maxsize=seq.params.max_tokens + 1))
+        self._post(_Add(stream))
+        self._streams[seq.request_id] = stream
+        self._idle.clear()
+        return stream
+
+    def _leave(self, stream: _Stream) -> None:
+        """Aborts the request of a reader that is gone, if it has not ended."""
+        if self._forget(stream):
+            with contextlib.suppress(KvwayError):  # an ended loop has ended the request too
+                self._post(_Abort(stream))
+
+    def _forget(self, stream: _Stream) -> bool:
+        """Drops a request that has ended; says whether it was there."""
+        if self._streams.get(stream.seq.request_id) is not stream:
+            return False
+        del self._streams[stream.seq.request_id]
+        if not self._streams:
+            self._idle.set()
+        return True
+
+    def _post(self, command: _Add | _Abort | _Reset) -> None:
+        """Hands a command to the step thread."""
+        with self._wake:
+            if self._ended or self._closing:
+                raise self._refusal()
+            self._inbox.append(command)
+            self._wake.notify()
+
+    def _refusal(self) -> KvwayError:
+        """Returns a new error that says why nothing runs any more."""
+        if self._failed is not None:
+            return EngineFailed("The engine failed and was given up; restart the worker.")
+        return ShuttingDown("The worker is shutting down.")
+
+    def _put(self, outputs: Sequence[tuple[_Stream, TokenOut | KvwayError]]) -> None:
+        """Gives readers what a step made for them."""
+        for stream, out in outputs:
+            stream.outputs.put_nowait(out)
+            if isinstance(out, KvwayError) or out.finish_reason is not None:
+                self._forget(stream)
+
+    # --- step thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Supervises the loop: whatever escapes it gives up the engine and fails all requests."""
+        try:
+            while self._turn():
+                pass
+        except Exception as exc:  # noqa: BLE001 - this is what supervises the thread
+            _log.exception("engine_failed")
+            self._failed = exc
+        finally:
+            self._end()
+
+    def _turn(self) -> bool:
+        """Waits for work, takes commands and computes a step; False when the loop is closed."""
+        with self._wake:
+            while not (self._closing or self._inbox or self._scheduler.has_work):
+                self._wake.wait()
+            if self._closing:
+                return False
+            commands, self._inbox = self._inbox, []
+            for command in commands:
+                self._apply(command)
+            self._load = self._meter.read(self._scheduler)
+        outputs = self._step()
+        if self._debug_invariants:
+            self._scheduler.check_invariants()
+        events = self._scheduler.pool.take_events()
+        if events and self._on_kv_events is not None:
+            self._on_kv_events(events)
+        with self._wake:
+            self._load = self._meter.read(self._scheduler)
+        self._deliver(outputs)
+        if len(self._failures) >= MAX_FAILURES_IN_A_ROW:
+            raise EngineFailed(f"{len(self._failures)} steps failed in a row") from self._failures[
+                -1
+            ]
+        return True
+
+    def _apply(self, command: _Add | _Abort | _Reset) -> None:
+        match command:
+            case _Add(stream):
+                self._scheduler.add(stream.seq)
+                self._live[stream.seq.request_id] = stream
+            case _Abort(stream):
+                if self._live.get(stream.seq.request_id) is stream:
+                    del self._live[stream.seq.request_id]
+                    self._scheduler.abort(stream.seq.request_id)
+            case _Reset(done):
+                self._call(partial(_resolve, done, self._scheduler.reset_prefix_cache()))
+
+    def _step(self) -> list[tuple[_Stream, TokenOut | KvwayError]]:
+        """Computes one step, if there is something to compute, and returns what it gave whom."""
+        plan = self._scheduler.plan()
+        if not plan.rows:
+            return []
+        started_s = self._clock.monotonic()
+        try:
+            sampled = self._execute(plan)
+        except Exception as exc:  # noqa: BLE001 - this is what supervises a step
+            return self._failed_step(plan, exc)
+        stats = StepStats.of(plan, duration_s=self._clock.monotonic() - started_s)
+        self._failures.clear()
+        self._meter.observe(stats)
+        if self._on_step is not None:
+            self._on_step(stats)
+        return [
+            (
+                self._ended_or_live(out.seq, ended=out.finish_reason is not None),
+                TokenOut(out.token_id, out.finish_reason, out.seq.cached_tokens or 0),
+            )
+            for out in self._scheduler.commit(plan, sampled)
+        ]
+
+    def _execute(self, plan: StepPlan) -> Mapping[str, int]:
+        sampled = self._engine.execute(plan)
+        if missing := plan.missing(sampled):
+            raise EngineFailed(f"the engine gave no token for {missing}")
+        return sampled
+
+    def _failed_step(
+        self, plan: StepPlan, exc: Exception
+    ) -> list[tuple[_Stream, TokenOut | KvwayError]]:
+        """Fails the requests of a step that raised; the others go on."""
+        if self._closing:
+            return []
+        _log.error("step_failed", step_id=plan.step_id, num_requests=len(plan.rows), exc_info=exc)
+        self._failures.append(exc)
+        self._meter.num_failed_steps += 1
+        message = "The engine failed while it computed this request; try again."
+        return [
+            (self._ended_or_live(seq, ended=True), EngineFailed(message))
+            for seq in self._scheduler.fail(plan)
+        ]
+
+    def _ended_or_live(self, seq: Request, *, ended: bool) -> _Stream:
+        """Returns the stream of a request, which is no longer live if it ended."""
+        return self._live.pop(seq.request_id) if ended else self._live[seq.request_id]
+
+    def _end(self) -> None:
+        """Ends every request that is left; nothing is taken any more."""
+        with self._wake:
+            self._ended = True
+            commands, self._inbox = self._inbox, []
+        left = list(self._live.values())
+        left += [command.stream for command in commands if isinstance(command, _Add)]
+        self._deliver([(stream, self._refusal()) for stream in left])
+        for command in commands:
+            if isinstance(command, _Reset):
+                self._call(partial(_resolve, command.done, self._refusal()))
+
+    def _deliver(self, outputs: Sequence[tuple[_Stream, TokenOut | KvwayError]]) -> None:
+        if outputs:
+            self._call(partial(self._put, outputs))
+
+    def _call(self, function: Callable[[], None]) -> None:
+        """Runs a function in the event loop, unless that has ended with nobody left to tell."""
+        if self._event_loop is not None and not self._event_loop.is_closed():
+            self._event_loop.call_soon_threadsafe(function)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stream:
+    """One request and what its reader has not read yet."""
+
+    seq: Request
+    outputs: asyncio.Queue[TokenOut | KvwayError]
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    stream: _Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    stream: _Stream
+
+
+@dataclass(frozen=True, slots=True)
+class _Reset:
+    done: asyncio.Future[bool]
+
+
+def _resolve(done: asyncio.Future[bool], result: bool | KvwayError) -> None:  # noqa: FBT001 - a result
+    """Answers whoever waits, if anybody still does."""
+    if done.done():
+        return
+    if isinstance(result, KvwayError):
+        done.set_exception(result)
+    else:
+        done.set_result(result)

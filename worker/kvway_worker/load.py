@@ -1,0 +1,160 @@
+"""How busy a worker is and how fast it works: values that the step thread hands out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from kvway_worker.scheduler import Scheduler
+from kvway_worker.step import StepPlan
+
+PREFILL_WINDOW_TOKENS: Final = 8192
+"""Prefilled tokens after which a measurement counts half."""
+DECODE_SMOOTHING: Final = 0.1
+"""Weight of the newest decode step in the average."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step that was computed.
+
+    Attributes:
+        duration_s: Time the engine took.
+        num_seqs: Requests in it.
+        num_prefill_tokens: Tokens of prompts, or computed again after a preemption.
+        num_decode_tokens: Generated tokens that were fed back.
+    """
+
+    duration_s: float
+    num_seqs: int
+    num_prefill_tokens: int
+    num_decode_tokens: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, *, duration_s: float) -> StepStats:
+        """Returns the statistics of a plan that took `duration_s`."""
+        num_prefill = plan.num_prefill_tokens
+        return cls(duration_s, len(plan.rows), num_prefill, plan.num_tokens - num_prefill)
+
+
+class Rates:
+    """Prefill rate and decode step time, learned from the steps themselves.
+
+    Attributes:
+        decode_step_s: Average time of steps without prefill, newest first in weight; 0 until one
+            was seen.
+    """
+
+    __slots__ = ("_prefill_s", "_prefill_tokens", "decode_step_s")
+
+    def __init__(self) -> None:
+        self.decode_step_s = 0.0
+        self._prefill_tokens = 0.0
+        self._prefill_s = 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Tokens per second of prefill, older ones counting less; 0 until one was seen."""
+        return self._prefill_tokens / self._prefill_s if self._prefill_s > 0 else 0.0
+
+    def observe(self, step: StepStats) -> None:
+        """Learns from one step.
+
+        Of a step that does both, what a decode step alone takes is not counted as prefill, but
+        at least half of it is.
+        """
+        if not step.num_prefill_tokens:
+            known = self.decode_step_s or step.duration_s
+            self.decode_step_s = known + DECODE_SMOOTHING * (step.duration_s - known)
+            return
+        prefill_s = step.duration_s
+        if step.num_decode_tokens:
+            prefill_s = max(prefill_s / 2, prefill_s - self.decode_step_s)
+        keep = 0.5 ** (step.num_prefill_tokens / PREFILL_WINDOW_TOKENS)
+        self._prefill_tokens = keep * self._prefill_tokens + step.num_prefill_tokens
+        self._prefill_s = keep * self._prefill_s + prefill_s
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine loop at one moment. Counters count from the start.
+
+    Attributes:
+        num_running: Requests in the batch.
+        num_waiting: Requests that wait for a place, those just handed over included.
+        waiting_uncached_tokens: Prompt tokens that are neither cached nor computed yet.
+        num_free_blocks: Blocks that can be allocated; cached ones are among them.
+        num_cached_blocks: Blocks nobody holds whose content can be hit.
+        num_blocks: Blocks there are.
+        prefill_tokens_per_s: Measured; 0 until known.
+        decode_step_s: Measured time of a step without prefill, seconds; 0 until known.
+        prefix_cache_queries: Prompt tokens looked up.
+        prefix_cache_hits: Prompt tokens reused.
+        generated_tokens: Tokens sampled.
+        preemptions: Times a request lost its blocks and waited again.
+        evictions: Cached blocks given up for new content.
+        num_steps: Steps that were computed.
+        num_failed_steps: Steps that raised.
+        step_time_s: Time of all computed steps together, seconds.
+    """
+
+    num_running: int
+    num_waiting: int
+    waiting_uncached_tokens: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_blocks: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    generated_tokens: int
+    preemptions: int
+    evictions: int
+    num_steps: int
+    num_failed_steps: int
+    step_time_s: float
+
+
+class Meter:
+    """Adds up the steps of one engine loop.
+
+    Attributes:
+        num_failed_steps: Steps that raised.
+    """
+
+    __slots__ = ("_num_steps", "_rates", "_step_time_s", "num_failed_steps")
+
+    def __init__(self) -> None:
+        self.num_failed_steps = 0
+        self._num_steps = 0
+        self._step_time_s = 0.0
+        self._rates = Rates()
+
+    def observe(self, step: StepStats) -> None:
+        """Counts a step that was computed."""
+        self._num_steps += 1
+        self._step_time_s += step.duration_s
+        self._rates.observe(step)
+
+    def read(self, scheduler: Scheduler) -> EngineLoad:
+        """Returns the load now, between steps."""
+        pool, counters = scheduler.pool, scheduler.counters
+        return EngineLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            waiting_uncached_tokens=scheduler.waiting_uncached_tokens(),
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_blocks=pool.num_blocks,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            decode_step_s=self._rates.decode_step_s,
+            prefix_cache_queries=counters.prefix_cache_queries,
+            prefix_cache_hits=counters.prefix_cache_hits,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            evictions=pool.num_evictions,
+            num_steps=self._num_steps,
+            num_failed_steps=self.num_failed_steps,
+            step_time_s=self._step_time_s,
+        )

@@ -1,0 +1,136 @@
+"""An engine without a model: real scheduler, real pool, a cost model for time, made-up text.
+
+Its KV cache holds, per token, a fingerprint of all tokens up to there, made from the one of the
+token before, *as read through the block table*. The next token is a function of the last
+fingerprint. So an answer depends on nothing but the tokens so far, and a block that is shared,
+copied, freed or written wrongly shows as another answer.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvway_core.errors import ShuttingDown
+from kvway_worker.step import Row, StepPlan
+
+PRINTABLE_ASCII: Final = range(0x20, 0x7F)
+"""Token ids of a byte tokenizer that show as text."""
+
+_MASK: Final = 2**64 - 1
+_MULTIPLIER: Final = 6364136223846793005
+_INCREMENT: Final = 1442695040888963407
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """How long a step takes. All zero: no time at all.
+
+    Attributes:
+        prefill_tokens_per_s: Tokens of prompts per second, attention aside; infinite by default.
+        attention_s_per_pair: Time per pair of a computed token and one before it: what makes
+            long prompts cost more than their length.
+        step_overhead_s: Time of a step before its tokens count.
+        decode_s_per_seq: Time per generated token that is fed back.
+    """
+
+    prefill_tokens_per_s: float = float("inf")
+    attention_s_per_pair: float = 0.0
+    step_overhead_s: float = 0.0
+    decode_s_per_seq: float = 0.0
+
+    def step_s(self, plan: StepPlan) -> float:
+        """Returns the seconds a step takes; none for a step without rows."""
+        if not plan.rows:
+            return 0.0
+        return self.step_overhead_s + sum(self._row_s(row) for row in plan.rows)
+
+    def _row_s(self, row: Row) -> float:
+        num_pairs = row.num_tokens * row.start + row.num_tokens * (row.num_tokens - 1) / 2
+        linear_s = (
+            row.num_tokens / self.prefill_tokens_per_s if row.is_prefill else self.decode_s_per_seq
+        )
+        return linear_s + self.attention_s_per_pair * num_pairs
+
+
+class SimEngine:
+    """Computes steps by waiting as long as a cost model says.
+
+    Args:
+        num_blocks: Blocks of the simulated KV cache.
+        block_size: Tokens per block.
+        costs: How long steps take.
+        answer_ids: Token ids that answers are made of.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        costs: CostModel | None = None,
+        answer_ids: Sequence[int] = PRINTABLE_ASCII,
+    ) -> None:
+        if not answer_ids:
+            raise ValueError("an answer needs token ids to be made of")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._costs = costs or CostModel()
+        self._answer_ids = answer_ids
+        self._kv = array("Q", bytes(8 * num_blocks * block_size))
+        self._closed = threading.Event()
+
+    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+        """Computes the fingerprints of a step and takes as long as the cost model says.
+
+        Raises:
+            ShuttingDown: If the engine is closed, also while it waits.
+        """
+        size = self.block_size
+        for source, target, num_tokens in plan.copies:
+            start, end = source * size, source * size + num_tokens
+            self._kv[target * size : target * size + num_tokens] = self._kv[start:end]
+        sampled: dict[str, int] = {}
+        for row in plan.rows:
+            state = self._compute(row)
+            if row.samples:
+                sampled[row.seq.request_id] = _choose(state, self._answer_ids)
+        if self._closed.wait(self._costs.step_s(plan)):
+            raise ShuttingDown("The engine is closed.")
+        return sampled
+
+    def close(self) -> None:
+        """Ends the engine; a step that waits raises at once."""
+        self._closed.set()
+
+    def _compute(self, row: Row) -> int:
+        """Writes the fingerprints of a row's tokens and returns the last one."""
+        state = self._kv[self._slot(row, row.start - 1)] if row.start else 0
+        for position, token in enumerate(row.token_ids, start=row.start):
+            state = _mix(state, token)
+            self._kv[self._slot(row, position)] = state
+        return state
+
+    def _slot(self, row: Row, position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return row.block_table[block] * self.block_size + offset
+
+
+def next_token(token_ids: Iterable[int], answer_ids: Sequence[int] = PRINTABLE_ASCII) -> int:
+    """Returns the token with which a SimEngine continues `token_ids`, whatever else it does."""
+    state = 0
+    for token in token_ids:
+        state = _mix(state, token)
+    return _choose(state, answer_ids)
+
+
+def _mix(state: int, token: int) -> int:
+    state = ((state ^ (token + 1)) * _MULTIPLIER + _INCREMENT) & _MASK
+    return state ^ (state >> 29)
+
+
+def _choose(state: int, answer_ids: Sequence[int]) -> int:
+    return answer_ids[(state >> 32) % len(answer_ids)]
