@@ -36,6 +36,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import xxhash
+
 from kvway_core.errors import NoReplicaAvailable
 
 if TYPE_CHECKING:
@@ -132,6 +133,8 @@ class Candidate:
         replica_id: The replica.
         matched_blocks: Leading blocks of the prompt that it holds.
         uncached_tokens: Prompt tokens it would have to compute, at least one.
+        cached_tokens: Prompt tokens before them that it holds.
+        own_blocks: KV blocks it would have to find for prompt and expected output.
         queued_s: Work before ours.
         step_s: Steps shared with decodes.
         own_s: Our own work.
@@ -144,6 +147,8 @@ class Candidate:
     replica_id: str
     matched_blocks: int
     uncached_tokens: int
+    cached_tokens: int
+    own_blocks: int
     queued_s: float
     step_s: float
     own_s: float
@@ -234,9 +239,7 @@ def choose(
     )
     best = candidates[0]
     limit = best.cost_s + params.tie_share * best.own_s
-    tied = [
-        c for c in candidates if c.cost_s <= limit and c.matched_blocks >= best.matched_blocks
-    ]
+    tied = [c for c in candidates if c.cost_s <= limit and c.matched_blocks >= best.matched_blocks]
     chosen = min(tied, key=lambda c: (_placement(c), -_rendezvous(prompt.prefix_key, c)))
     reason = _reason(chosen, candidates, retry=retry)
     return Decision(
@@ -291,20 +294,20 @@ def _candidate(
     # A replica that holds the whole prompt still computes its last token.
     num_uncached = max(1, prompt.num_tokens - matched_blocks * prompt.block_size)
     num_cached = max(0, prompt.num_tokens - num_uncached)
-    work = own_work_tokens(
-        num_uncached, num_cached, attention_tokens=params.attention_tokens
-    )
+    work = own_work_tokens(num_uncached, num_cached, attention_tokens=params.attention_tokens)
     own_s = work / rate
     num_steps = load.num_prefills + math.ceil(num_uncached / params.chunk_tokens)
+    own_blocks = math.ceil((num_uncached + prompt.num_output_tokens) / prompt.block_size)
     kv_s = 0.0
     if load.blocks_total:
-        own_blocks = math.ceil((num_uncached + prompt.num_output_tokens) / prompt.block_size)
         taken = (load.blocks_pinned + own_blocks) / load.blocks_total
         kv_s = params.kv_weight_s * max(0.0, taken - params.kv_threshold)
     return Candidate(
         replica_id=load.replica_id,
         matched_blocks=matched_blocks,
         uncached_tokens=num_uncached,
+        cached_tokens=num_cached,
+        own_blocks=own_blocks,
         queued_s=load.queued_prefill_s,
         step_s=num_steps * load.decode_step_s,
         own_s=own_s,
@@ -338,8 +341,9 @@ def _reason(chosen: Candidate, candidates: Sequence[Candidate], *, retry: bool) 
 def _detail(
     reason: Reason, chosen: Candidate, *, candidates: Sequence[Candidate], prompt: Prompt
 ) -> str:
-    num_cached = prompt.num_tokens - chosen.uncached_tokens
-    holds = f"{chosen.replica_id} holds {num_cached} of {prompt.num_tokens} prompt tokens"
+    holds = (
+        f"{chosen.replica_id} holds {chosen.cached_tokens} of {prompt.num_tokens} prompt tokens"
+    )
     predicted = f"first token predicted in {_time(chosen.ttft_s)}"
     others = [c for c in candidates if c is not chosen]
     if reason is Reason.ONLY_REPLICA or not others:
@@ -347,7 +351,7 @@ def _detail(
     if reason is Reason.SPILL:
         longest = max(others, key=lambda c: (c.matched_blocks, -c.cost_s))
         return (
-            f"{holds}; {longest.replica_id} holds {prompt.num_tokens - longest.uncached_tokens}, "
+            f"{holds}; {longest.replica_id} holds {longest.cached_tokens}, "
             f"but with {_time(longest.queued_s)} of work before it would cost "
             f"{_time(longest.cost_s)} against {_time(chosen.cost_s)}; {predicted}."
         )

@@ -1,0 +1,173 @@
+"""Where replicas come from: a fixed list, names that DNS resolves, or both.
+
+The result is always the whole set; what changed is for `ReplicaSet.set_replicas` to find out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Self, TypeAlias
+from urllib.parse import urlsplit
+
+import structlog
+
+DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+
+_log = structlog.get_logger(__name__)
+
+Resolve: TypeAlias = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Looks up a host and a port: all its addresses. Raises OSError when it cannot."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """Where a replica listens.
+
+    Attributes:
+        url: `scheme://host:port`, always with the port and never with a path.
+        id: `host:port`, the replica's id.
+        host: Without brackets.
+    """
+
+    url: str
+    id: str
+    host: str
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """Reads `http://host[:port]`.
+
+        Raises:
+            ValueError: It is something else; the message says what, for a person.
+        """
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as exc:
+            raise ValueError(f"{url!r} is not a URL: {exc}") from exc
+        if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
+            raise ValueError(f"{url!r} is not http://HOST:PORT")
+        if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+            raise ValueError(f"{url!r} has more than http://HOST:PORT")
+        if port == 0:
+            raise ValueError(f"{url!r} has no usable port")
+        host = parts.hostname
+        shown = f"[{host}]" if ":" in host else host
+        address = f"{shown}:{port or DEFAULT_PORTS[parts.scheme]}"
+        return cls(url=f"{parts.scheme}://{address}", id=address, host=host)
+
+
+@dataclass(frozen=True, slots=True)
+class DnsName:
+    """A name behind which replicas are found, all at one port."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads `HOST:PORT`.
+
+        Raises:
+            ValueError: It is something else; the message says what, for a person.
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or not host or not port.isascii() or not port.isdigit():
+            raise ValueError(f"{text!r} is not HOST:PORT")
+        if not 0 < int(port) < 65536:
+            raise ValueError(f"{text!r} has no usable port")
+        return cls(host=host, port=int(port))
+
+
+class Discovery:
+    """The replicas there should be, kept up to date while `run` runs.
+
+    A look-up that fails or finds nothing keeps what was last known of its name: DNS that is down is
+    no reason to drop replicas that work.
+
+    Args:
+        static: URLs that are always there.
+        names: Names to resolve.
+        on_change: Called with all URLs when the set differs from the last one, and once at the start.
+        interval_s: Time between two look-ups.
+        resolve: The look-up; the system's unless given.
+    """
+
+    def __init__(
+        self,
+        static: Sequence[str],
+        names: Sequence[DnsName],
+        *,
+        on_change: Callable[[Sequence[str]], None],
+        interval_s: float = 5.0,
+        resolve: Resolve | None = None,
+    ) -> None:
+        """Remember what to look up; nothing is looked up yet."""
+        self._static = tuple(static)
+        self._found: dict[DnsName, tuple[str, ...]] = dict.fromkeys(names, ())
+        self._failing: set[DnsName] = set()
+        self._on_change = on_change
+        self._interval_s = interval_s
+        self._resolve = resolve or resolve_ipv4
+        self._told: tuple[str, ...] | None = None
+
+    async def run(self) -> None:
+        """Looks up until cancelled; returns at once when there is nothing to look up."""
+        self._tell()
+        while self._found:
+            await self.refresh()
+            await asyncio.sleep(self._interval_s)
+
+    async def refresh(self) -> None:
+        """Looks up every name once and tells of a change."""
+        for name in self._found:
+            try:
+                addresses = await self._resolve(name.host, name.port)
+            except OSError as exc:
+                self._note_failure(name, str(exc))
+                continue
+            if not addresses:
+                self._note_failure(name, "no address")
+                continue
+            if name in self._failing:
+                self._failing.discard(name)
+                _log.info("dns_lookup_recovered", host=name.host)
+            self._found[name] = tuple(f"http://{_bracketed(a)}:{name.port}" for a in addresses)
+        self._tell()
+
+    def _note_failure(self, name: DnsName, error: str) -> None:
+        if name not in self._failing:
+            self._failing.add(name)
+            _log.warning(
+                "dns_lookup_failed", host=name.host, error=error, kept=len(self._found[name])
+            )
+
+    def _tell(self) -> None:
+        found = sorted({url for urls in self._found.values() for url in urls})
+        urls = tuple(dict.fromkeys((*self._static, *found)))
+        if urls != self._told:
+            self._told = urls
+            self._on_change(urls)
+
+
+async def resolve_ipv4(host: str, port: int) -> Sequence[str]:
+    """Returns all A records of a host, without blocking the event loop.
+
+    Raises:
+        OSError: The look-up failed.
+    """
+    answers = await asyncio.get_running_loop().getaddrinfo(
+        host, port, family=socket.AF_INET, type=socket.SOCK_STREAM
+    )
+    return [str(address[0]) for *_, address in answers]
+
+
+def _bracketed(address: str) -> str:
+    try:
+        return f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
+    except ValueError:
+        return address

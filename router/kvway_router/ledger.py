@@ -1,0 +1,337 @@
+"""What each replica has been given and has not finished: the router's own count of load.
+
+A request is charged to its replica when that is chosen, so it counts before any byte of an answer:
+
+    charge -------------- first token -------------- close
+      |-- prefill work --------|
+      |-- in flight, KV blocks ------------------------|
+
+A `Charge` belongs to the connection: leaving its context settles whatever is open, on every path and
+exactly once. The replica's reports add what the router cannot see, such as the work of other routers.
+A report that is too old is ignored, and the router's own count always works.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from statistics import fmean
+from typing import Final, Self
+
+from kvway_core.api import LoadReport
+from kvway_core.clock import Clock
+from kvway_router.policy import (
+    Candidate,
+    PolicyParams,
+    ReplicaLoad,
+    own_work_tokens,
+    running_mean,
+)
+
+_MIN_SAMPLE_TOKENS: Final = 128
+"""Shorter prefills say more about overhead than about the rate."""
+_MIN_RATE: Final = 1.0
+_MAX_RATE: Final = 1e7
+_GAP_WEIGHT: Final = 0.1
+_RATE_WEIGHT: Final = 0.2
+
+
+class _Account:
+    """The books of one replica.
+
+    Invariants:
+        1. `num_prefills` and `prefill_tokens` are those of the open charges without a first token.
+        2. `num_blocks` is that of all open charges, `num_blocks_unseen` of those that the last
+           report cannot have counted.
+    """
+
+    __slots__ = (
+        "charges",
+        "decode_step_s",
+        "foreign_prefills",
+        "foreign_requests",
+        "foreign_tokens",
+        "forgotten",
+        "num_blocks",
+        "num_blocks_unseen",
+        "num_prefills",
+        "prefill_tokens",
+        "prefill_tokens_per_s",
+        "report",
+        "reported_s",
+    )
+
+    def __init__(self) -> None:
+        self.charges: set[Charge] = set()
+        self.num_prefills = 0
+        self.prefill_tokens = 0.0
+        self.num_blocks = 0
+        self.num_blocks_unseen = 0
+        self.prefill_tokens_per_s: float | None = None
+        self.decode_step_s: float | None = None
+        self.report: LoadReport | None = None
+        self.reported_s = -math.inf
+        self.foreign_prefills = 0
+        self.foreign_requests = 0
+        self.foreign_tokens = 0.0
+        self.forgotten = False
+
+
+class Charge:
+    """One request at one replica, from the choice to the end of the connection.
+
+    Use it as a context manager, or call `close`. All methods may be called any number of times, in
+    any order; each settles its part once.
+    """
+
+    __slots__ = (
+        "_account",
+        "_charged_s",
+        "_last_token_s",
+        "_ledger",
+        "_open",
+        "_prefilling",
+        "_seen",
+        "_unqueued",
+        "num_blocks",
+        "replica_id",
+        "work_tokens",
+    )
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        account: _Account,
+        *,
+        replica_id: str,
+        work_tokens: float,
+        num_blocks: int,
+        unqueued: bool,
+    ) -> None:
+        """Open an entry; for `Ledger.charge`, which is how to get one."""
+        self.replica_id = replica_id
+        self.work_tokens = work_tokens
+        self.num_blocks = num_blocks
+        self._ledger = ledger
+        self._account = account
+        self._charged_s = ledger.now()
+        self._last_token_s: float | None = None
+        self._unqueued = unqueued
+        self._open = True
+        self._prefilling = True
+        self._seen = False
+        account.charges.add(self)
+        account.num_prefills += 1
+        account.prefill_tokens += work_tokens
+        account.num_blocks += num_blocks
+        account.num_blocks_unseen += num_blocks
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Settle whatever is open."""
+        self.close()
+
+    def token(self) -> None:
+        """Note that content arrived: the first releases the prefill, later ones time a step."""
+        if not self._open:
+            return
+        now = self._ledger.now()
+        if self._prefilling:
+            self._release_prefill()
+            if self._unqueued and self.work_tokens >= _MIN_SAMPLE_TOKENS:
+                self._ledger.learn_rate(
+                    self._account, tokens=self.work_tokens, seconds=now - self._charged_s
+                )
+        elif self._last_token_s is not None:
+            self._account.decode_step_s = running_mean(
+                self._account.decode_step_s, now - self._last_token_s, weight=_GAP_WEIGHT
+            )
+        self._last_token_s = now
+
+    def close(self) -> None:
+        """Release everything: the answer is complete, failed or nobody waits for it any more."""
+        if not self._open:
+            return
+        self._open = False
+        self._release_prefill()
+        account = self._account
+        account.charges.discard(self)
+        account.num_blocks -= self.num_blocks
+        if not self._seen:
+            account.num_blocks_unseen -= self.num_blocks
+        self._ledger.closed(self.replica_id, account)
+
+    def see(self) -> None:
+        """Note that a report was made: what is past its prefill is in its count of blocks."""
+        if not self._prefilling and not self._seen:
+            self._seen = True
+            self._account.num_blocks_unseen -= self.num_blocks
+
+    def _release_prefill(self) -> None:
+        if not self._prefilling:
+            return
+        self._prefilling = False
+        account = self._account
+        account.num_prefills -= 1
+        # Sums of floats drift; an empty queue is exactly empty.
+        account.prefill_tokens = (
+            account.prefill_tokens - self.work_tokens if account.num_prefills else 0.0
+        )
+
+
+class Ledger:
+    """Load of every replica: charges of this router, corrected by the replicas' reports.
+
+    Not thread-safe and without awaits: it belongs to the event loop. Bounded by the requests in
+    flight and the replicas known.
+
+    Args:
+        clock: Tells the time.
+        params: The constants that turn tokens into seconds; those of the policy.
+        stale_after_s: Reports older than this are ignored.
+    """
+
+    def __init__(self, *, clock: Clock, params: PolicyParams, stale_after_s: float = 5.0) -> None:
+        """Start with nothing in flight and nothing known."""
+        self._clock = clock
+        self._params = params
+        self._stale_after_s = stale_after_s
+        self._accounts: dict[str, _Account] = {}
+        self.mean_own_s: float | None = None
+        """Running mean of the own work of chosen candidates, seconds: for `policy.choose`."""
+
+    def charge(self, chosen: Candidate) -> Charge:
+        """Charges a request to the replica that was chosen for it, and returns what settles it."""
+        self.mean_own_s = running_mean(self.mean_own_s, chosen.own_s)
+        account = self._account(chosen.replica_id)
+        others_queue = self._fresh_report(account) is not None and account.foreign_prefills > 0
+        return Charge(
+            self,
+            account,
+            replica_id=chosen.replica_id,
+            work_tokens=own_work_tokens(
+                chosen.uncached_tokens,
+                chosen.cached_tokens,
+                attention_tokens=self._params.attention_tokens,
+            ),
+            num_blocks=chosen.own_blocks,
+            unqueued=account.num_prefills == 0 and not others_queue,
+        )
+
+    def report(self, replica_id: str, report: LoadReport) -> None:
+        """Takes in what a replica says of itself, received now.
+
+        What it counts beyond the router's own requests is taken as the work of others. Its rates,
+        where it has measured any, replace those seen from here.
+        """
+        account = self._account(replica_id)
+        account.report = report
+        account.reported_s = self.now()
+        account.foreign_tokens = max(0.0, report.waiting_uncached_tokens - account.prefill_tokens)
+        account.foreign_prefills = max(0, report.num_waiting - account.num_prefills)
+        account.foreign_requests = max(
+            0, report.num_running + report.num_waiting - len(account.charges)
+        )
+        if report.prefill_tokens_per_s > 0:
+            account.prefill_tokens_per_s = _bounded_rate(report.prefill_tokens_per_s)
+        if report.decode_step_s > 0:
+            account.decode_step_s = report.decode_step_s
+        for charge in account.charges:
+            charge.see()
+
+    def loads(self, replicas: Iterable[tuple[str, int]]) -> list[ReplicaLoad]:
+        """Returns the load of each replica now, in order.
+
+        Args:
+            replicas: Id and blocks listed in the index of each.
+        """
+        accounts = [
+            (replica_id, held, self._accounts.get(replica_id) or _Account())
+            for replica_id, held in replicas
+        ]
+        known = [a.prefill_tokens_per_s for _, _, a in accounts if a.prefill_tokens_per_s]
+        fleet_rate = fmean(known) if known else self._params.default_prefill_tokens_per_s
+        return [
+            self._load(replica_id, account, blocks_held=held, fleet_rate=fleet_rate)
+            for replica_id, held, account in accounts
+        ]
+
+    def num_in_flight(self, replica_id: str) -> int:
+        """Counts the requests of this router at a replica that are not finished."""
+        account = self._accounts.get(replica_id)
+        return len(account.charges) if account else 0
+
+    def forget(self, replica_id: str) -> None:
+        """Drops what is known of a replica; its open charges stay counted until they close."""
+        account = self._accounts.get(replica_id)
+        if account is None:
+            return
+        account.forgotten = True
+        account.report = None
+        account.prefill_tokens_per_s = None
+        account.decode_step_s = None
+        self.closed(replica_id, account)
+
+    # -- for Charge -----------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds of the monotonic clock."""
+        return self._clock.monotonic()
+
+    def learn_rate(self, account: _Account, *, tokens: float, seconds: float) -> None:
+        """Learns a prefill rate from a request that did not queue, if no fresh report has one."""
+        report = self._fresh_report(account)
+        if seconds <= 0 or (report is not None and report.prefill_tokens_per_s > 0):
+            return
+        account.prefill_tokens_per_s = running_mean(
+            account.prefill_tokens_per_s, _bounded_rate(tokens / seconds), weight=_RATE_WEIGHT
+        )
+
+    def closed(self, replica_id: str, account: _Account) -> None:
+        """Drops the account of a forgotten replica with its last charge."""
+        if account.forgotten and not account.charges:
+            self._accounts.pop(replica_id, None)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _account(self, replica_id: str) -> _Account:
+        account = self._accounts.setdefault(replica_id, _Account())
+        account.forgotten = False
+        return account
+
+    def _fresh_report(self, account: _Account) -> LoadReport | None:
+        is_fresh = self.now() - account.reported_s <= self._stale_after_s
+        return account.report if is_fresh else None
+
+    def _load(
+        self, replica_id: str, account: _Account, *, blocks_held: int, fleet_rate: float
+    ) -> ReplicaLoad:
+        report = self._fresh_report(account)
+        tokens, num_prefills = account.prefill_tokens, account.num_prefills
+        in_flight, blocks_pinned = len(account.charges), account.num_blocks
+        if report is not None:
+            tokens += account.foreign_tokens
+            num_prefills += account.foreign_prefills
+            in_flight += account.foreign_requests
+            blocks = report.blocks
+            blocks_pinned = account.num_blocks_unseen + max(
+                0, blocks.total - blocks.free - blocks.cached
+            )
+        return ReplicaLoad(
+            replica_id=replica_id,
+            queued_prefill_s=tokens / (account.prefill_tokens_per_s or fleet_rate),
+            num_prefills=num_prefills,
+            decode_step_s=(account.decode_step_s or 0.0) if in_flight else 0.0,
+            prefill_tokens_per_s=account.prefill_tokens_per_s,
+            blocks_pinned=blocks_pinned,
+            blocks_total=account.report.blocks.total if account.report else None,
+            in_flight=in_flight,
+            blocks_held=blocks_held,
+        )
+
+
+def _bounded_rate(rate: float) -> float:
+    return min(_MAX_RATE, max(_MIN_RATE, rate))

@@ -1,0 +1,109 @@
+"""One look at a replica: what it says of itself, or that it does not answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import aiohttp
+import msgspec
+
+from kvway_core.api import LoadReport
+
+MAX_REPORT_BYTES: Final = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Good:
+    """The replica answered.
+
+    Attributes:
+        report: What a kvway worker says of its load; None for another engine that is healthy.
+    """
+
+    report: LoadReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """The replica did not answer as a healthy one does.
+
+    Attributes:
+        error: What happened, for a person.
+        refused: True when there was nobody to connect to: there is no need to ask again.
+    """
+
+    error: str
+    refused: bool = False
+
+
+class Prober:
+    """Asks replicas how they are. Open it as an async context manager.
+
+    Args:
+        timeout_s: Limit for a whole answer. A frozen worker still accepts connections, so only this
+            tells it from a live one.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        """Remember the limit; nothing is opened yet."""
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Prober:
+        """Open the session."""
+        # Each look is a connection of its own: a kept one would hide that nobody listens any more.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trust_env=False,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the session and its connections."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def probe(self, url: str) -> Good | Bad:
+        """Asks `GET /load`, and `GET /health` where that is not a kvway worker's.
+
+        Never raises for what a replica does.
+        """
+        try:
+            status, body = await self._get(f"{url}/load")
+            report = _decode_report(body)
+            if report is not None:
+                return Good(report)
+            if status >= 500 and status != 501:
+                return Bad(f"/load answered {status}")
+            status, _ = await self._get(f"{url}/health")
+        except aiohttp.ClientConnectorError as exc:
+            return Bad(f"cannot connect: {exc.os_error.strerror or exc.os_error}", refused=True)
+        except TimeoutError:
+            return Bad(f"no answer within {self._timeout_s:g} s")
+        except (aiohttp.ClientError, ValueError, OSError) as exc:
+            return Bad(f"broken answer: {type(exc).__name__}")
+        return Good(None) if status == 200 else Bad(f"/health answered {status}")
+
+    async def _get(self, url: str) -> tuple[int, bytes]:
+        if self._session is None:
+            msg = "a prober probes inside its context"
+            raise RuntimeError(msg)
+        async with self._session.get(url, allow_redirects=False) as response:
+            body = bytearray()
+            async for chunk in response.content.iter_chunked(MAX_REPORT_BYTES):
+                body += chunk
+                if len(body) > MAX_REPORT_BYTES:
+                    # Whatever this is, it is not a report; leaving closes the connection.
+                    return response.status, b""
+            return response.status, bytes(body)
+
+
+def _decode_report(body: bytes) -> LoadReport | None:
+    try:
+        return msgspec.json.decode(body, type=LoadReport)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
