@@ -25,13 +25,15 @@ from typing import Final, Protocol, Self
 import structlog
 
 from kvway_core.clock import Clock
-from kvway_core.errors import EngineFailed, InvalidRequest, KvwayError, Overloaded, ShuttingDown
+from kvway_core.errors import EngineFailed, KvwayError, ShuttingDown
 from kvway_core.events import KVEvent
 from kvway_worker.load import EngineLoad, Meter, StepStats
 from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import FinishReason
 from kvway_worker.sequence import Sequence as Request
 from kvway_worker.step import StepPlan
+from kvway_worker.streams import Output, Stream, Streams, TokenOut
+
+__all__ = ["Engine", "EngineLoop", "TokenOut"]
 
 MAX_FAILURES_IN_A_ROW: Final = 3
 """So many failing steps, and the engine is given up."""
@@ -63,21 +65,6 @@ class Engine(Protocol):
     def close(self) -> None:
         """Ends the engine, from any thread; a step under way returns or raises soon."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenOut:
-    """A part of an answer.
-
-    Attributes:
-        token_id: The next token; also the one that ended the answer.
-        finish_reason: "stop" after an end or stop token, "length" at the limit, None in between.
-        cached_tokens: Prompt tokens whose KV was reused; the same in every part.
-    """
-
-    token_id: int | None
-    finish_reason: FinishReason | None
-    cached_tokens: int
 
 
 class EngineLoop:
@@ -118,15 +105,11 @@ class EngineLoop:
         self._engine = engine
         self._scheduler = scheduler
         self._clock = clock
-        self._max_requests = scheduler.max_num_seqs + max_waiting
         self._debug_invariants = debug_invariants
         self._on_kv_events = on_kv_events
         self._on_step = on_step
         # asyncio side
-        self._streams: dict[str, _Stream] = {}
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._draining = False
+        self._streams = Streams(scheduler.max_num_seqs + max_waiting)
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         # both sides, under _wake
@@ -136,7 +119,7 @@ class EngineLoop:
         self._ended = False
         self._failed: Exception | None = None
         # step thread
-        self._live: dict[str, _Stream] = {}
+        self._live: dict[str, Stream] = {}
         self._meter = Meter()
         self._failures: list[Exception] = []
         self._load = self._meter.read(scheduler)
@@ -176,8 +159,10 @@ class EngineLoop:
             ShuttingDown: If the loop drains or is closed.
             EngineFailed: If its step failed or the engine was given up.
         """
-        stream = self._submit(seq)
+        self._scheduler.validate(seq)
+        stream = self._streams.open(seq)
         try:
+            self._post(_Add(stream))
             while True:
                 out = await stream.outputs.get()
                 if isinstance(out, KvwayError):
@@ -186,7 +171,9 @@ class EngineLoop:
                 if out.finish_reason is not None:
                     return
         finally:
-            self._leave(stream)
+            if self._streams.close(stream):
+                with contextlib.suppress(KvwayError):  # an ended loop has ended the request too
+                    self._post(_Abort(stream))
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached content, unless a request holds blocks; says whether it did.
@@ -213,8 +200,7 @@ class EngineLoop:
 
     async def drain(self) -> None:
         """Refuses new requests from now on and waits until the accepted ones have ended."""
-        self._draining = True
-        await self._idle.wait()
+        await self._streams.drain()
 
     async def close(self) -> None:
         """Ends the step thread and the engine; requests that still run get ShuttingDown."""
@@ -229,41 +215,6 @@ class EngineLoop:
 
     # --- asyncio side -----------------------------------------------------------------------
 
-    def _submit(self, seq: Request) -> _Stream:
-        self._scheduler.validate(seq)
-        if self._draining:
-            raise ShuttingDown("The worker is shutting down and takes no new requests.")
-        if seq.request_id in self._streams:
-            raise InvalidRequest(
-                f"A request with the id {seq.request_id!r} is running; use another id.",
-                param="request_id",
-            )
-        if len(self._streams) >= self._max_requests:
-            raise Overloaded(
-                f"{len(self._streams)} requests are running or waiting, as many as may be; "
-                "try again later."
-            )
-        stream = _Stream(seq, asyncio.Queue(maxsize=seq.params.max_tokens + 1))
-        self._post(_Add(stream))
-        self._streams[seq.request_id] = stream
-        self._idle.clear()
-        return stream
-
-    def _leave(self, stream: _Stream) -> None:
-        """Aborts the request of a reader that is gone, if it has not ended."""
-        if self._forget(stream):
-            with contextlib.suppress(KvwayError):  # an ended loop has ended the request too
-                self._post(_Abort(stream))
-
-    def _forget(self, stream: _Stream) -> bool:
-        """Drops a request that has ended; says whether it was there."""
-        if self._streams.get(stream.seq.request_id) is not stream:
-            return False
-        del self._streams[stream.seq.request_id]
-        if not self._streams:
-            self._idle.set()
-        return True
-
     def _post(self, command: _Add | _Abort | _Reset) -> None:
         """Hands a command to the step thread."""
         with self._wake:
@@ -277,13 +228,6 @@ class EngineLoop:
         if self._failed is not None:
             return EngineFailed("The engine failed and was given up; restart the worker.")
         return ShuttingDown("The worker is shutting down.")
-
-    def _put(self, outputs: Sequence[tuple[_Stream, TokenOut | KvwayError]]) -> None:
-        """Gives readers what a step made for them."""
-        for stream, out in outputs:
-            stream.outputs.put_nowait(out)
-            if isinstance(out, KvwayError) or out.finish_reason is not None:
-                self._forget(stream)
 
     # --- step thread ------------------------------------------------------------------------
 
@@ -336,7 +280,7 @@ class EngineLoop:
             case _Reset(done):
                 self._call(partial(_resolve, done, self._scheduler.reset_prefix_cache()))
 
-    def _step(self) -> list[tuple[_Stream, TokenOut | KvwayError]]:
+    def _step(self) -> list[tuple[Stream, Output]]:
         """Computes one step, if there is something to compute, and returns what it gave whom."""
         plan = self._scheduler.plan()
         if not plan.rows:
@@ -365,9 +309,7 @@ class EngineLoop:
             raise EngineFailed(f"the engine gave no token for {missing}")
         return sampled
 
-    def _failed_step(
-        self, plan: StepPlan, exc: Exception
-    ) -> list[tuple[_Stream, TokenOut | KvwayError]]:
+    def _failed_step(self, plan: StepPlan, exc: Exception) -> list[tuple[Stream, Output]]:
         """Fails the requests of a step that raised; the others go on."""
         if self._closing:
             return []
@@ -380,7 +322,7 @@ class EngineLoop:
             for seq in self._scheduler.fail(plan)
         ]
 
-    def _ended_or_live(self, seq: Request, *, ended: bool) -> _Stream:
+    def _ended_or_live(self, seq: Request, *, ended: bool) -> Stream:
         """Returns the stream of a request, which is no longer live if it ended."""
         return self._live.pop(seq.request_id) if ended else self._live[seq.request_id]
 
@@ -396,9 +338,9 @@ class EngineLoop:
             if isinstance(command, _Reset):
                 self._call(partial(_resolve, command.done, self._refusal()))
 
-    def _deliver(self, outputs: Sequence[tuple[_Stream, TokenOut | KvwayError]]) -> None:
+    def _deliver(self, outputs: Sequence[tuple[Stream, Output]]) -> None:
         if outputs:
-            self._call(partial(self._put, outputs))
+            self._call(partial(self._streams.put, outputs))
 
     def _call(self, function: Callable[[], None]) -> None:
         """Runs a function in the event loop, unless that has ended with nobody left to tell."""
@@ -406,22 +348,14 @@ class EngineLoop:
             self._event_loop.call_soon_threadsafe(function)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stream:
-    """One request and what its reader has not read yet."""
-
-    seq: Request
-    outputs: asyncio.Queue[TokenOut | KvwayError]
-
-
 @dataclass(frozen=True, slots=True)
 class _Add:
-    stream: _Stream
+    stream: Stream
 
 
 @dataclass(frozen=True, slots=True)
 class _Abort:
-    stream: _Stream
+    stream: Stream
 
 
 @dataclass(frozen=True, slots=True)

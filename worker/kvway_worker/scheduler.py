@@ -19,11 +19,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, InvariantViolated
-from kvway_worker.block_pool import BlockContent, BlockPool
+from kvway_worker.block_pool import BlockPool
+from kvway_worker.block_tables import BlockTables
 from kvway_worker.sequence import FinishReason, Sequence, Status
-from kvway_worker.step import Row, SeqOutput, StepPlan
+from kvway_worker.step import Copy, Row, SeqOutput, StepPlan
 
-__all__ = ["Counters", "Row", "Scheduler", "SeqOutput", "StepPlan"]
+__all__ = ["Copy", "Counters", "Row", "Scheduler", "SeqOutput", "StepPlan"]
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class Scheduler:
                 f"({max_num_seqs}), and that at least 1"
             )
         self.pool = pool
+        self._tables = BlockTables(pool)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -161,7 +163,7 @@ class Scheduler:
                 f"A request with the id {seq.request_id!r} is running; use another id.",
                 param="request_id",
             )
-        seq.num_uncached_tokens = self._num_uncached(seq)
+        seq.num_uncached_tokens = self._tables.num_uncached(seq)
         self._waiting[seq.request_id] = seq
 
     def abort(self, request_id: str) -> bool:
@@ -188,7 +190,7 @@ class Scheduler:
             raise InvariantViolated(f"step {self._in_flight.step_id} has not ended")
         self._num_plans += 1
         rows: list[Row] = []
-        copies: list[tuple[int, int, int]] = []
+        copies: list[Copy] = []
         budget = self.max_num_batched_tokens
         num_preempted = self.counters.preemptions
         for seq in tuple(self._running):
@@ -232,7 +234,7 @@ class Scheduler:
         self._in_flight = None
         rows = [row for row in plan.rows if row.seq.status is Status.RUNNING]
         for row in rows:
-            self._take_shared(row.seq)
+            self._tables.take_shared(row.seq)
             row.seq.num_computed_tokens = row.start + row.num_tokens
             self.counters.computed_tokens += row.num_tokens
         self.pool.commit()
@@ -286,15 +288,6 @@ class Scheduler:
             return waiting
         return next((seq for seq in self._running if seq.request_id == request_id), None)
 
-    def _match(self, seq: Sequence) -> list[int]:
-        return self.pool.match(seq.chain.hashes, seq.token_ids, namespace=seq.namespace)
-
-    def _num_uncached(self, seq: Sequence) -> int:
-        return max(1, seq.num_tokens - len(self._match(seq)) * self.pool.block_size)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.pool.block_size)
-
     def _grow(self, seq: Sequence, budget: int) -> bool:
         """Gives a running request blocks for its next tokens, at the expense of the newest.
 
@@ -302,78 +295,46 @@ class Scheduler:
             False when the request itself was the newest and lost its blocks.
         """
         end = min(seq.num_tokens, seq.num_computed_tokens + budget)
-        num_new = self._blocks_for(end) - len(seq.block_table)
-        while not self.pool.can_allocate(num_new):
+        while not self._tables.extend(seq, end):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is seq:
                 return False
-        seq.block_table += self.pool.allocate(num_new)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
         """Frees a request's blocks, hashes kept, and puts it at the front of the queue."""
         self._running.remove(seq)
-        self._release(seq)
+        self._tables.close(seq)
         seq.status = Status.WAITING
-        seq.num_uncached_tokens = self._num_uncached(seq)
+        seq.num_uncached_tokens = self._tables.num_uncached(seq)
         self._waiting[seq.request_id] = seq
         self._waiting.move_to_end(seq.request_id, last=False)
         self.counters.preemptions += 1
 
-    def _admit(self, seq: Sequence, budget: int) -> list[tuple[int, int, int]] | None:
+    def _admit(self, seq: Sequence, budget: int) -> tuple[Copy, ...] | None:
         """Moves a waiting request into the batch if all of its known tokens fit.
-
-        The cache is looked up here and nowhere else, in one go with taking the blocks.
 
         Returns:
             The copies its first row needs, None when it does not fit now.
         """
-        hits = self._match(seq)
-        size = self.pool.block_size
-        copies: list[tuple[int, int, int]] = []
-        if len(hits) * size == seq.num_tokens:
-            # Fully cached: one token is still needed to know the next one. It is computed on a
-            # copy of the last block, because a shared block is never written. What is not yet
-            # computed cannot be copied, and without room for the copy there is room for the block.
-            last = hits[-1]
-            if (
-                size > 1
-                and not self.pool.is_pending(last)
-                and self.pool.can_allocate(1, hits=hits)
-            ):
-                (own,) = self.pool.allocate(1, hits=hits)
-                seq.block_table = [*hits[:-1], own]
-                seq.shared_blocks = {len(hits) - 1: last}
-                copies = [(last, own, size - 1)]
-                self._start(seq, num_cached_tokens=seq.num_tokens - 1)
-                return copies
-            hits = hits[:-1]
-        if not self.pool.can_allocate(self._blocks_for(seq.num_tokens) - len(hits), hits=hits):
+        copies = self._tables.open(seq, budget)
+        if copies is None:
             return None
-        num_cached = len(hits) * size
-        end = min(seq.num_tokens, num_cached + budget)
-        seq.block_table = hits + self.pool.allocate(self._blocks_for(end) - len(hits), hits=hits)
-        self._start(seq, num_cached_tokens=num_cached)
-        return copies
-
-    def _start(self, seq: Sequence, *, num_cached_tokens: int) -> None:
-        """Makes an admitted request a running one."""
         del self._waiting[seq.request_id]
         self._running.append(seq)
         seq.status = Status.RUNNING
-        seq.num_computed_tokens = num_cached_tokens
-        seq.num_published_blocks = num_cached_tokens // self.pool.block_size
         if seq.cached_tokens is None:
-            seq.cached_tokens = num_cached_tokens
+            seq.cached_tokens = seq.num_computed_tokens
             self.counters.prefix_cache_queries += seq.num_prompt_tokens
-            self.counters.prefix_cache_hits += num_cached_tokens
+            self.counters.prefix_cache_hits += seq.cached_tokens
+        return copies
 
     def _row(self, seq: Sequence, budget: int) -> Row:
         """Schedules a request's next tokens and publishes the blocks that they fill."""
         start = seq.num_computed_tokens
         end = min(seq.num_tokens, start + budget)
-        self._publish(seq, end)
+        self._tables.publish(seq, end)
         return Row(
             seq=seq,
             start=start,
@@ -382,38 +343,6 @@ class Scheduler:
             block_table=tuple(seq.block_table),
             samples=end == seq.num_tokens,
         )
-
-    def _publish(self, seq: Sequence, end: int) -> None:
-        """Publishes the full blocks of [0, end) that are not yet.
-
-        A block whose content the pool already has will give way to that block when the step is
-        done; until then the sequence holds both.
-        """
-        size = self.pool.block_size
-        for index in range(seq.num_published_blocks, end // size):
-            if index not in seq.shared_blocks:
-                own = seq.block_table[index]
-                found = self.pool.publish(
-                    own,
-                    BlockContent(
-                        block_hash=seq.chain.hashes[index],
-                        parent=seq.shared_or_own(index - 1) if index else seq.namespace,
-                        token_ids=tuple(seq.token_ids[index * size : (index + 1) * size]),
-                    ),
-                )
-                if found is None:
-                    return
-                if found != own:
-                    self.pool.touch(found)
-                    seq.shared_blocks[index] = found
-            seq.num_published_blocks = index + 1
-
-    def _take_shared(self, seq: Sequence) -> None:
-        """Replaces blocks that duplicate content by the ones that are found for it."""
-        for index, shared in seq.shared_blocks.items():
-            self.pool.free((seq.block_table[index],))
-            seq.block_table[index] = shared
-        seq.shared_blocks = {}
 
     def _accept(self, seq: Sequence, token_id: int) -> SeqOutput:
         """Appends a sampled token and ends the request if it was the last one."""
@@ -435,21 +364,8 @@ class Scheduler:
             del self._waiting[seq.request_id]
         else:
             self._running.remove(seq)
-        self._release(seq)
+        self._tables.close(seq)
         seq.status = status
-
-    def _release(self, seq: Sequence) -> None:
-        """Frees a request's blocks, each shared one just before the block that it replaces."""
-        held: list[int] = []
-        for index, block in enumerate(seq.block_table):
-            held.append(block)
-            if index in seq.shared_blocks:
-                held.append(seq.shared_blocks[index])
-        self.pool.free(held)
-        seq.block_table = []
-        seq.shared_blocks = {}
-        seq.num_computed_tokens = 0
-        seq.num_published_blocks = 0
 
     def _check_in_flight(self, plan: StepPlan) -> None:
         if plan is not self._in_flight:

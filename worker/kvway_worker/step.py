@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Container
 from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvway_worker.sequence import FinishReason, Sequence
+
+Copy: TypeAlias = tuple[int, int, int]
+"""From block, to block, leading tokens: KV that is copied before a step writes any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,12 @@ class StepPlan:
     Attributes:
         step_id: Counts plans from 1.
         rows: One per request. A row may read blocks that an earlier row of the same step writes.
-        copies: `(from block, to block, leading tokens)`; done before any row writes.
+        copies: Done in order, before any row writes.
     """
 
     step_id: int
     rows: tuple[Row, ...]
-    copies: tuple[tuple[int, int, int], ...] = ()
+    copies: tuple[Copy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
