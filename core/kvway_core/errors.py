@@ -48,7 +48,7 @@ class KvwayError(Exception):
     """
 
     code: str = "internal_error"
-    http_status: ClassVar[int] = 500
+    http_status: int = 500
     error_type: ClassVar[str] = SERVER_ERROR
     retryable: ClassVar[bool] = False
 
