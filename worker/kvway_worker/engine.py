@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Final, Protocol, Self
+from typing import Final, Protocol, Self, TypeAlias
 
 import structlog
 
@@ -114,7 +114,8 @@ class EngineLoop:
         self._thread: threading.Thread | None = None
         # both sides, under _wake
         self._wake = threading.Condition()
-        self._inbox: list[_Add | _Abort | _Reset] = []
+        self._inbox: list[_Command] = []
+        self._taken: list[_Command] = []
         self._closing = False
         self._ended = False
         self._failed: Exception | None = None
@@ -189,8 +190,9 @@ class EngineLoop:
     def load(self) -> EngineLoad:
         """Returns how busy the engine is, as of the last step and what was handed over since."""
         with self._wake:
-            new = [command.stream.seq for command in self._inbox if isinstance(command, _Add)]
+            commands = (*self._taken, *self._inbox)
             load = self._load
+        new = [command.stream.seq for command in commands if isinstance(command, _Add)]
         return dataclasses.replace(
             load,
             num_waiting=load.num_waiting + len(new),
@@ -215,7 +217,7 @@ class EngineLoop:
 
     # --- asyncio side -----------------------------------------------------------------------
 
-    def _post(self, command: _Add | _Abort | _Reset) -> None:
+    def _post(self, command: _Command) -> None:
         """Hands a command to the step thread."""
         with self._wake:
             if self._ended or self._closing:
@@ -249,26 +251,30 @@ class EngineLoop:
                 self._wake.wait()
             if self._closing:
                 return False
-            commands, self._inbox = self._inbox, []
-            for command in commands:
-                self._apply(command)
-            self._load = self._meter.read(self._scheduler)
+            self._taken, self._inbox = self._inbox, []
+        for command in self._taken:
+            self._apply(command)
+        self._publish_load()
         outputs = self._step()
         if self._debug_invariants:
             self._scheduler.check_invariants()
         events = self._scheduler.pool.take_events()
         if events and self._on_kv_events is not None:
             self._on_kv_events(events)
-        with self._wake:
-            self._load = self._meter.read(self._scheduler)
+        self._publish_load()
         self._deliver(outputs)
         if len(self._failures) >= MAX_FAILURES_IN_A_ROW:
-            raise EngineFailed(f"{len(self._failures)} steps failed in a row") from self._failures[
-                -1
-            ]
+            last = self._failures[-1]
+            raise EngineFailed(f"{len(self._failures)} steps failed in a row") from last
         return True
 
-    def _apply(self, command: _Add | _Abort | _Reset) -> None:
+    def _publish_load(self) -> None:
+        """Shows asyncio the load now; what was taken from the inbox is in it."""
+        load = self._meter.read(self._scheduler)
+        with self._wake:
+            self._load, self._taken = load, []
+
+    def _apply(self, command: _Command) -> None:
         match command:
             case _Add(stream):
                 self._scheduler.add(stream.seq)
@@ -330,9 +336,9 @@ class EngineLoop:
         """Ends every request that is left; nothing is taken any more."""
         with self._wake:
             self._ended = True
-            commands, self._inbox = self._inbox, []
-        left = list(self._live.values())
-        left += [command.stream for command in commands if isinstance(command, _Add)]
+            commands, self._inbox = [*self._taken, *self._inbox], []
+        added = [command.stream for command in commands if isinstance(command, _Add)]
+        left = dict.fromkeys([*self._live.values(), *added])
         self._deliver([(stream, self._refusal()) for stream in left])
         for command in commands:
             if isinstance(command, _Reset):
@@ -361,6 +367,9 @@ class _Abort:
 @dataclass(frozen=True, slots=True)
 class _Reset:
     done: asyncio.Future[bool]
+
+
+_Command: TypeAlias = _Add | _Abort | _Reset
 
 
 def _resolve(done: asyncio.Future[bool], result: bool | KvwayError) -> None:  # noqa: FBT001 - a result

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from kvway_core.errors import ShuttingDown
@@ -119,12 +121,15 @@ class SimEngine:
         return row.block_table[block] * self.block_size + offset
 
 
+def fingerprints(token_ids: Iterable[int]) -> Iterator[int]:
+    """Yields the fingerprint of each prefix of `token_ids`, the empty one first."""
+    return accumulate(token_ids, _mix, initial=0)
+
+
 def next_token(token_ids: Iterable[int], answer_ids: Sequence[int] = PRINTABLE_ASCII) -> int:
     """Returns the token with which a SimEngine continues `token_ids`, whatever else it does."""
-    state = 0
-    for token in token_ids:
-        state = _mix(state, token)
-    return _choose(state, answer_ids)
+    (last,) = deque(fingerprints(token_ids), maxlen=1)
+    return _choose(last, answer_ids)
 
 
 def _mix(state: int, token: int) -> int:
