@@ -86,13 +86,13 @@ class DnsName:
 class Discovery:
     """The replicas there should be, kept up to date while `run` runs.
 
-    A look-up that fails or finds nothing keeps what was last known of its name: DNS that is down is
-    no reason to drop replicas that work.
+    A look-up that fails or finds nothing keeps what was last known of its name: DNS that is down
+    is no reason to drop replicas that work.
 
     Args:
         static: URLs that are always there.
         names: Names to resolve.
-        on_change: Called with all URLs when the set differs from the last one, and once at the start.
+        on_change: Called with all URLs at the start, and when the set differs from the last one.
         interval_s: Time between two look-ups.
         resolve: The look-up; the system's unless given.
     """

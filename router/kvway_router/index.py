@@ -1,7 +1,7 @@
 """One map from block to the replicas that hold it, asked once for all replicas.
 
-Block hashes are chained: a hash names its block *and everything before it*. So a flat map is enough
-to find prefixes, and the walk ends at the first block that nobody holds:
+Block hashes are chained: a hash names its block *and everything before it*. So a flat map is
+enough to find prefixes, and the walk ends at the first block that nobody holds:
 
     prompt      h0 ---- h1 ---- h2 ---- h3 ---- h4
                  |       |       |       |       |
@@ -9,13 +9,13 @@ to find prefixes, and the walk ends at the first block that nobody holds:
     replica b    x       x       .       .       .     2
     replica c    .       x       x       .       .     0   (its h1, h2 wait for h0)
 
-    holders      {h0: ab, h1: abc, h2: ac, h4: a}      one bit per replica, one walk, `&` per block
+    holders      {h0: ab, h1: abc, h2: ac, h4: a}      one bit per replica, `&` at each step
 
-Beside the map, each replica has its own books: which blocks it holds, which parent each has, how many
-children. Only a block without children can be evicted, the least recently used first, so what stays
-is always a usable prefix:
+Beside the map, each replica has its own books: which blocks it holds, which parent each has, how
+many children. Only a block without children can be evicted, the least recently used first, so what
+stays is always a usable prefix:
 
-    h0 --- h1 --- h2 --- h3     <- evicted first if this branch is the oldest: h3, h2, then h5.. or h1
+    h0 --- h1 --- h2 --- h3     <- if this branch is the oldest: h3 goes first, then h2
              `--- h5 --- h6     <- h1 and h0 stay as long as one branch needs them
 
 An error of this index can only cost a hit: a block that is listed and not there makes the replica
@@ -24,66 +24,13 @@ compute it, and a block that is there and not listed is found by luck.
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING
 
 from kvway_core.errors import InvariantViolated
+from kvway_router.holding import Block, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-_COMPACT_SLACK = 64
-
-
-class _Block:
-    """One block as one replica holds it."""
-
-    __slots__ = ("confirmed", "num_speculations", "parent", "used")
-
-    def __init__(self, parent: int | None) -> None:
-        self.parent = parent
-        self.used = 0
-        self.confirmed = False
-        self.num_speculations = 0
-
-
-class _Holding:
-    """The books of one replica.
-
-    Attributes:
-        bit: Its bit in the map of holders.
-        limit: Most blocks it may hold here.
-        blocks: Every block it holds, orphans included.
-        num_children: For each hash that is a parent of a held block, how many. The hash itself may
-            be unknown: then its children are orphans, and are its children again once it comes.
-        leaves: Heap of (last use, hash) with an entry for each block without children; entries that
-            are no longer true are skipped when met.
-    """
-
-    __slots__ = ("bit", "blocks", "leaves", "limit", "num_children")
-
-    def __init__(self, bit: int, limit: int) -> None:
-        self.bit = bit
-        self.limit = limit
-        self.blocks: dict[int, _Block] = {}
-        self.num_children: dict[int, int] = {}
-        self.leaves: list[tuple[int, int]] = []
-
-    def push_leaf(self, block_hash: int, used: int) -> None:
-        """Notes a block without children as a candidate for eviction."""
-        heapq.heappush(self.leaves, (used, block_hash))
-        if len(self.leaves) > 2 * len(self.blocks) + _COMPACT_SLACK:
-            self.leaves = [
-                (block.used, held)
-                for held, block in self.blocks.items()
-                if held not in self.num_children
-            ]
-            heapq.heapify(self.leaves)
-
-    def is_leaf(self, block_hash: int, used: int) -> bool:
-        """Tells whether a heap entry is still true."""
-        block = self.blocks.get(block_hash)
-        return block is not None and block.used == used and block_hash not in self.num_children
 
 
 class Speculation:
@@ -95,11 +42,11 @@ class Speculation:
 
     __slots__ = ("_entries", "replica_id")
 
-    def __init__(self, replica_id: str, entries: list[tuple[int, _Block]]) -> None:
+    def __init__(self, replica_id: str, entries: list[tuple[int, Block]]) -> None:
         self.replica_id = replica_id
         self._entries = entries
 
-    def take(self) -> list[tuple[int, _Block]]:
+    def take(self) -> list[tuple[int, Block]]:
         """Returns what has to be settled, and nothing the second time."""
         entries, self._entries = self._entries, []
         return entries
@@ -119,8 +66,8 @@ class BlockIndex:
         5. A block is confirmed or speculated on by someone.
 
     Args:
-        max_blocks_per_replica: Limit of a replica for which `set_limit` was not called. Too small is
-            ruinous and too large is nearly free: once to twice what the replica can really hold.
+        max_blocks_per_replica: Limit of a replica for which `set_limit` was not called. Too small
+            is ruinous and too large is nearly free: once to twice what it can really hold.
         max_blocks_total: Hard limit over all replicas together.
     """
 
@@ -133,7 +80,7 @@ class BlockIndex:
         self._default_limit = max_blocks_per_replica
         self._max_total = max_blocks_total
         self._holders: dict[int, int] = {}
-        self._holdings: dict[str, _Holding] = {}
+        self._holdings: dict[str, Holding] = {}
         self._names: list[str | None] = []
         self._num_blocks = 0
         self._tick = 0
@@ -285,10 +232,8 @@ class BlockIndex:
     def expire(self, replica_id: str, *, before: int) -> None:
         """Evicts what was last used before the mark `before` (a former `tick`), tails first."""
         holding = self._holdings.get(replica_id)
-        while holding and holding.leaves and holding.leaves[0][0] < before:
-            used, block_hash = heapq.heappop(holding.leaves)
-            if holding.is_leaf(block_hash, used):
-                self._drop(holding, block_hash)
+        while holding and (leaf := holding.pop_leaf(before=before)) is not None:
+            self._drop(holding, leaf)
 
     def check_invariants(self) -> None:
         """Compares all books with one another. For tests: costs all that is held.
@@ -300,7 +245,7 @@ class BlockIndex:
         for replica_id, holding in self._holdings.items():
             for block_hash in holding.blocks:
                 holders[block_hash] = holders.get(block_hash, 0) | holding.bit
-            _check_holding(replica_id, holding)
+            holding.check(replica_id)
             if self._names[holding.bit.bit_length() - 1] != replica_id:
                 msg = f"1: the bit of {replica_id} names another replica"
                 raise InvariantViolated(msg)
@@ -322,7 +267,7 @@ class BlockIndex:
                 yield name
             bits ^= lowest
 
-    def _holding(self, replica_id: str) -> _Holding:
+    def _holding(self, replica_id: str) -> Holding:
         holding = self._holdings.get(replica_id)
         if holding is None:
             if None in self._names:
@@ -331,12 +276,12 @@ class BlockIndex:
             else:
                 position = len(self._names)
                 self._names.append(replica_id)
-            holding = self._holdings[replica_id] = _Holding(1 << position, self._default_limit)
+            holding = self._holdings[replica_id] = Holding(1 << position, self._default_limit)
         return holding
 
     def _put(
-        self, holding: _Holding, parent: int | None, hashes: Sequence[int]
-    ) -> list[tuple[int, _Block]]:
+        self, holding: Holding, parent: int | None, hashes: Sequence[int]
+    ) -> list[tuple[int, Block]]:
         """Enters a run and marks it used now. What cannot fit anyway is left off its tail."""
         self._tick += 1
         blocks, holders, num_children = holding.blocks, self._holders, holding.num_children
@@ -344,7 +289,7 @@ class BlockIndex:
         for block_hash in hashes[: min(holding.limit, self._max_total)]:
             block = blocks.get(block_hash)
             if block is None:
-                block = blocks[block_hash] = _Block(parent)
+                block = blocks[block_hash] = Block(parent)
                 holders[block_hash] = holders.get(block_hash, 0) | holding.bit
                 self._num_blocks += 1
                 if parent is not None:
@@ -357,7 +302,7 @@ class BlockIndex:
                 holding.push_leaf(block_hash, block.used)
         return entries
 
-    def _drop(self, holding: _Holding, block_hash: int) -> None:
+    def _drop(self, holding: Holding, block_hash: int) -> None:
         block = holding.blocks.pop(block_hash)
         rest = self._holders[block_hash] & ~holding.bit
         if rest:
@@ -378,16 +323,12 @@ class BlockIndex:
             parent.used = max(parent.used, block.used)
             holding.push_leaf(block.parent, parent.used)
 
-    def _evict_one(self, holding: _Holding) -> None:
-        while holding.leaves:
-            used, block_hash = heapq.heappop(holding.leaves)
-            if holding.is_leaf(block_hash, used):
-                self._drop(holding, block_hash)
-                return
+    def _evict_one(self, holding: Holding) -> None:
+        leaf = holding.pop_leaf()
         # No leaf at all: parents that form a ring, which only a broken replica can report.
-        self._drop(holding, next(iter(holding.blocks)))
+        self._drop(holding, next(iter(holding.blocks)) if leaf is None else leaf)
 
-    def _evict_surplus(self, holding: _Holding) -> None:
+    def _evict_surplus(self, holding: Holding) -> None:
         while len(holding.blocks) > holding.limit:
             self._evict_one(holding)
         while self._num_blocks > self._max_total:
@@ -396,31 +337,10 @@ class BlockIndex:
                 holding = max(self._holdings.values(), key=lambda other: len(other.blocks))
             self._evict_one(holding)
 
-    def _settle(self, speculation: Speculation) -> Iterator[tuple[_Holding, int, _Block]]:
+    def _settle(self, speculation: Speculation) -> Iterator[tuple[Holding, int, Block]]:
         """Yields the entries of a promise that are still its own, tail first."""
         holding = self._holdings.get(speculation.replica_id)
         for block_hash, block in reversed(speculation.take()):
             if holding is not None and holding.blocks.get(block_hash) is block:
                 block.num_speculations -= 1
                 yield holding, block_hash, block
-
-
-def _check_holding(replica_id: str, holding: _Holding) -> None:
-    num_children: dict[int, int] = {}
-    for block in holding.blocks.values():
-        if block.parent is not None:
-            num_children[block.parent] = num_children.get(block.parent, 0) + 1
-    if len(holding.blocks) > holding.limit:
-        msg = f"2: {replica_id} holds {len(holding.blocks)} blocks of {holding.limit} allowed"
-        raise InvariantViolated(msg)
-    if num_children != holding.num_children:
-        msg = f"3: child counts of {replica_id} differ from its blocks"
-        raise InvariantViolated(msg)
-    candidates = set(holding.leaves)
-    for block_hash, block in holding.blocks.items():
-        if block_hash not in num_children and (block.used, block_hash) not in candidates:
-            msg = f"4: a block of {replica_id} without children is not up for eviction"
-            raise InvariantViolated(msg)
-        if not block.confirmed and block.num_speculations < 1:
-            msg = f"5: nobody vouches for a block of {replica_id}"
-            raise InvariantViolated(msg)

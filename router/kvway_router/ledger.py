@@ -6,9 +6,9 @@ A request is charged to its replica when that is chosen, so it counts before any
       |-- prefill work --------|
       |-- in flight, KV blocks ------------------------|
 
-A `Charge` belongs to the connection: leaving its context settles whatever is open, on every path and
-exactly once. The replica's reports add what the router cannot see, such as the work of other routers.
-A report that is too old is ignored, and the router's own count always works.
+A `Charge` belongs to the connection: leaving its context settles whatever is open, on every path
+and exactly once. The replica's reports add what the router cannot see, such as the work of other
+routers. A report that is too old is ignored, and the router's own count always works.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class PolicyParams:
     Attributes:
         chunk_tokens: Prompt tokens that a replica prefills in one step.
         attention_tokens: A: context length at which attention doubles the cost of a token.
-        kv_weight_s: km: seconds a replica costs more for each whole cache it is over the threshold.
+        kv_weight_s: km: seconds that a replica costs more per whole cache over the threshold.
         kv_threshold: theta: share of the KV blocks that may be taken at no cost.
         default_prefill_tokens_per_s: R while no replica's rate is known.
         tie_share: Candidates that cost at most this share of the best one's own work more than it,
@@ -251,9 +251,7 @@ def choose(
     )
 
 
-def own_work_tokens(
-    num_uncached: int, num_cached: int, *, attention_tokens: float = PolicyParams.attention_tokens
-) -> float:
+def own_work_tokens(num_uncached: int, num_cached: int, *, attention_tokens: float) -> float:
     """Measures prefill work in tokens at an empty context: u (1 + (c + u/2) / A).
 
     Args:

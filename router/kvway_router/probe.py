@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 import aiohttp
 import msgspec
@@ -41,8 +41,8 @@ class Prober:
     """Asks replicas how they are. Open it as an async context manager.
 
     Args:
-        timeout_s: Limit for a whole answer. A frozen worker still accepts connections, so only this
-            tells it from a live one.
+        timeout_s: Limit for a whole answer. A frozen worker still accepts connections, so only
+            this tells it from a live one.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -50,7 +50,7 @@ class Prober:
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
 
-    async def __aenter__(self) -> Prober:
+    async def __aenter__(self) -> Self:
         """Open the session."""
         # Each look is a connection of its own: a kept one would hide that nobody listens any more.
         self._session = aiohttp.ClientSession(

@@ -1,17 +1,7 @@
 """The replicas as the router knows them: who there is, who can take a request, how busy each is.
 
-                   good probe                    hard failure, or bad probes in a row
-    STARTING ------------------------> READY ---------------------------------> UNHEALTHY
-        ^                              |   ^                                        |
-        | it says "starting"           |   |        good probes in a row            |
-        +------------------------------+   +----------------------------------------+
-                                       |
-                                       | it says "draining"
-                                       v
-                                    DRAINING      finishes what it has, takes nothing new
-
-A failure to connect is hard: one is enough, whether a probe or a request met it. A replica that is
-new stays STARTING while it does not answer. Only READY replicas are candidates.
+One task per replica looks at it again and again and has its KV events followed; the state that it
+moves is in `replica.py`, the load in `ledger.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +11,6 @@ import contextlib
 import math
 import random
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 import structlog
@@ -33,122 +21,17 @@ from kvway_core.blocks import SCHEME
 from kvway_core.clock import Clock
 from kvway_core.errors import ConnectFailed, ReplicaError
 from kvway_router.discovery import ReplicaAddress
-from kvway_router.feed import FeedOptions, FeedStats, ReplicaFeed
+from kvway_router.feed import FeedSource, ReplicaFeed
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Ledger
 from kvway_router.policy import ReplicaLoad
 from kvway_router.probe import Bad, Prober
+from kvway_router.replica import Replica, ReplicaOptions, ReplicaState
 
 INDEX_SLACK: Final = 1.5
-"""Blocks listed for a replica, in units of what it can hold: too few is ruinous, too many is not."""
+"""Blocks listed for a replica, in units of what it can hold: too few is ruinous, more is not."""
 
 _log = structlog.get_logger(__name__)
-
-
-class ReplicaState(StrEnum):
-    """Whether a replica can take a request."""
-
-    STARTING = "starting"
-    READY = "ready"
-    UNHEALTHY = "unhealthy"
-    DRAINING = "draining"
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeOptions:
-    """How replicas are watched.
-
-    Attributes:
-        interval_s: Time between two looks at a replica.
-        jitter: Each interval is longer or shorter by up to this share of it.
-        timeout_s: Limit for one look.
-        failures: Bad looks in a row that make a READY replica UNHEALTHY.
-        successes: Good looks in a row that bring an UNHEALTHY one back.
-    """
-
-    interval_s: float = 1.0
-    jitter: float = 0.1
-    timeout_s: float = 1.0
-    failures: int = 3
-    successes: int = 2
-
-
-class Replica:
-    """One replica and its state. A pure state machine: it does no I/O and knows no time.
-
-    Attributes:
-        id: `host:port`.
-        url: `http://host:port`, without a slash at the end.
-        host: Its host alone.
-        state: Where it is in the picture above.
-        boot_id: The life of the worker process that last answered; None before, or without reports.
-        report: The last thing a kvway worker said of itself; None for other engines.
-        error: Why it is not READY, for a person; empty when it is.
-        feed_stats: What became of its KV events, over all feeds it had.
-    """
-
-    __slots__ = (
-        "_num_bad",
-        "_num_good",
-        "_options",
-        "boot_id",
-        "error",
-        "feed_stats",
-        "host",
-        "id",
-        "report",
-        "state",
-        "url",
-    )
-
-    def __init__(self, address: ReplicaAddress, *, options: ProbeOptions) -> None:
-        """Start as STARTING."""
-        self.id = address.id
-        self.url = address.url
-        self.host = address.host
-        self.state = ReplicaState.STARTING
-        self.report: LoadReport | None = None
-        self.boot_id: str | None = None
-        self.error = "not seen yet"
-        self.feed_stats = FeedStats()
-        self._options = options
-        self._num_good = 0
-        self._num_bad = 0
-
-    def on_good(self, report: LoadReport | None, *, problem: str = "") -> None:
-        """Moves on after an answer.
-
-        Args:
-            report: What it said; None from engines without reports.
-            problem: Why it is of no use although it answers, such as serving another model.
-        """
-        self.report = report
-        says = "ready" if report is None else report.state
-        if problem or says == "failed":
-            self._num_good = 0
-            self._set(ReplicaState.UNHEALTHY, problem or "its engine failed")
-            return
-        self._num_bad = 0
-        self._num_good += 1
-        if says == "draining":
-            self._set(ReplicaState.DRAINING, "it is draining")
-        elif says == "starting":
-            self._set(ReplicaState.STARTING, "it is starting")
-        elif self.state is not ReplicaState.UNHEALTHY or self._num_good >= self._options.successes:
-            self._set(ReplicaState.READY, "")
-
-    def on_bad(self, error: str, *, hard: bool) -> None:
-        """Moves on after no answer or a bad one; `hard` means that one is enough."""
-        self._num_good = 0
-        self._num_bad += 1
-        if self.state is ReplicaState.STARTING:
-            self.error = error
-        elif hard or self._num_bad >= self._options.failures:
-            self._set(ReplicaState.UNHEALTHY, error)
-
-    def _set(self, state: ReplicaState, error: str) -> None:
-        self.state = state
-        self.error = error
 
 
 class _Member:
@@ -176,7 +59,6 @@ class ReplicaSet:
         model: The served model: a kvway worker of another one is not used.
         block_size: Tokens per block of the index.
         options: How replicas are watched.
-        feed_options: How KV events are read.
         rng: For jitter.
     """
 
@@ -188,8 +70,7 @@ class ReplicaSet:
         clock: Clock,
         model: str,
         block_size: int,
-        options: ProbeOptions | None = None,
-        feed_options: FeedOptions | None = None,
+        options: ReplicaOptions | None = None,
         rng: random.Random | None = None,
     ) -> None:
         """Start with no replica."""
@@ -198,9 +79,8 @@ class ReplicaSet:
         self._clock = clock
         self._model = model
         self._block_size = block_size
-        self._options = options or ProbeOptions()
-        self._feed_options = feed_options or FeedOptions()
-        self._rng = rng or random.Random()
+        self._options = options or ReplicaOptions()
+        self._rng = rng or random.Random()  # noqa: S311 - spreads probes, keeps no secret
         self._members: dict[str, _Member] = {}
         self._running: tuple[asyncio.TaskGroup, Prober, zmq.asyncio.Context] | None = None
         self._changed = asyncio.Condition()
@@ -349,14 +229,14 @@ class ReplicaSet:
         was = replica.state
         replica.on_bad(error, hard=hard)
         if hard and replica.report is None:
-            # Without a boot id nothing else tells that another process, with an empty cache, answers.
+            # Without a boot id nothing else tells that it died and comes back with an empty cache.
             self._index.clear(replica.id)
         _log_change(replica, was=was)
 
     def _follow(
         self, member: _Member, group: asyncio.TaskGroup, *, context: zmq.asyncio.Context
     ) -> None:
-        """Has the KV events of a replica followed where it publishes any that the index understands."""
+        """Has the KV events of a replica followed, if it publishes any that the index knows."""
         replica = member.replica
         report = replica.report
         info = report.kv_events if report is not None else None
@@ -369,20 +249,18 @@ class ReplicaSet:
                     hash_scheme=report.hash_scheme,
                 )
             info = None
-        if member.feed is not None and member.feed.info == info:
+        if member.feed is not None and member.feed.source.info == info:
             return
         _stop_feed(member)
         if info is None:
             return
+        source = FeedSource(replica.id, replica.host, info, self._block_size)
         member.feed = ReplicaFeed(
-            replica.id,
-            host=replica.host,
-            info=info,
-            block_size=self._block_size,
+            source,
             index=self._index,
             clock=self._clock,
             context=context,
-            options=self._feed_options,
+            options=self._options.feed,
             stats=replica.feed_stats,
         )
         member.feed_task = group.create_task(member.feed.run(), name=f"feed-{replica.id}")
