@@ -87,14 +87,14 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of a streamed chat. `usage` is left out unless asked for, then null until the end."""
+    """One event of a streamed chat; `usage` is left out unless asked for."""
 
     id: str
     object: str = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +114,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockCounts(msgspec.Struct, frozen=True):
-    """A worker's KV blocks: `free` hold nothing, `cached` are reusable and free, the rest is in use."""
+    """A worker's KV blocks: `free` are empty, `cached` reusable, the rest in use."""
 
     free: int
     cached: int

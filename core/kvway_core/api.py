@@ -7,6 +7,7 @@ Unknown request fields are ignored here: the router forwards them, the worker re
 from __future__ import annotations
 
 import re
+from typing import cast
 
 import msgspec
 
@@ -32,9 +33,28 @@ from kvway_core.answers import (
     WorkerState,
 )
 from kvway_core.errors import InvalidRequest
+from kvway_core.requests import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    ContentPart,
+    DetokenizeRequest,
+    GenerationRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
 from kvway_core.strict_json import BodyDecoder, top_level_fields
 
 __all__ = [
+    "DEFAULT_COMPLETION_TOKENS",
+    "MAX_CHOICES",
+    "MAX_MESSAGES",
+    "MAX_PROMPTS",
+    "MAX_STOPS",
+    "MAX_STOP_BYTES",
+    "ROLES",
+    "SSE_DONE",
     "AssistantMessage",
     "BlockCounts",
     "ChatChoice",
@@ -48,23 +68,15 @@ __all__ = [
     "CompletionChoice",
     "CompletionRequest",
     "ContentPart",
-    "DEFAULT_COMPLETION_TOKENS",
     "DetokenizeRequest",
     "DetokenizeResponse",
     "FinishReason",
     "GenerationRequest",
     "KvEventsInfo",
     "LoadReport",
-    "MAX_CHOICES",
-    "MAX_MESSAGES",
-    "MAX_PROMPTS",
-    "MAX_STOPS",
-    "MAX_STOP_BYTES",
     "ModelCard",
     "ModelList",
     "PromptTokensDetails",
-    "ROLES",
-    "SSE_DONE",
     "StreamOptions",
     "TokenizeRequest",
     "TokenizeResponse",
@@ -85,133 +97,8 @@ MAX_CHOICES = 8
 MAX_STOPS = 16
 MAX_STOP_BYTES = 256
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-DEFAULT_COMPLETION_TOKENS = 16
 
 SSE_DONE = b"data: [DONE]\n\n"
-
-
-class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content. `text` is there when `type` is "text"."""
-
-    type: str
-    text: str | None = None
-
-
-class ChatMessage(msgspec.Struct, frozen=True):
-    """One message of a conversation."""
-
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[dict[str, object]] | None = None
-    tool_call_id: str | None = None
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries besides text."""
-
-    include_usage: bool | None = None
-
-
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and completion requests have in common. None means not given."""
-
-    model: str
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    user: str | None = None
-
-    @property
-    def num_choices(self) -> int:
-        """How many answers are asked for per prompt."""
-        return 1 if self.n is None else self.n
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """The strings that end the answer."""
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-
-class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    """Body of POST /v1/chat/completions."""
-
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: list[dict[str, object]] | None = None
-    tool_choice: str | dict[str, object] | None = None
-    response_format: dict[str, object] | None = None
-
-    @property
-    def max_output_tokens(self) -> int | None:
-        """The most tokens to generate; None is all the context has room for."""
-        if self.max_completion_tokens is not None:
-            return self.max_completion_tokens
-        return self.max_tokens
-
-
-class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    """Body of POST /v1/completions."""
-
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
-    echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = None
-
-    @property
-    def max_output_tokens(self) -> int:
-        """The most tokens to generate."""
-        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, one at least, each as text or as token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
-            return [[token for token in self.prompt if isinstance(token, int)]]
-        return [part for part in self.prompt if not isinstance(part, int)]
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /tokenize: either a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[dict[str, object]] | None = None
-    add_special_tokens: bool = True
-
-
-class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /detokenize."""
-
-    tokens: list[int]
-    model: str | None = None
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -270,7 +157,7 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
 def unsupported_fields(body: bytes, supported: frozenset[str]) -> InvalidRequest | None:
     """Returns the refusal of the first field that asks for something outside `supported`.
 
-    A field that is null, or whose value asks for nothing (`presence_penalty: 0`), is no reason to refuse.
+    A field that is null or asks for nothing (`presence_penalty: 0`) is no reason to refuse.
 
     Raises:
         InvalidRequest: If the body is not a JSON object.
@@ -400,13 +287,12 @@ def _check_prompt(prompt: str | list[str | int | list[int]]) -> None:
         raise InvalidRequest("prompt must not be empty.", param="prompt")
     if isinstance(prompt, str):
         return
-    kinds = set(map(type, prompt))
-    if len(kinds) > 1:
+    if len(set(map(type, prompt))) > 1:
         raise InvalidRequest(
             "prompt must be all strings, all token ids or all lists of token ids.", param="prompt"
         )
-    if kinds == {int}:
-        _check_token_ids("prompt", prompt)
+    if isinstance(prompt[0], int):
+        _check_token_ids("prompt", cast("list[int]", prompt))
         return
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequest(

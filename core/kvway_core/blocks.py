@@ -1,7 +1,7 @@
 """Tokens to chained block hashes.
 
-A block is `block_size` consecutive tokens. Its hash covers the block, every block before it and the
-namespace, so that one hash names the whole prefix that ends there:
+A block is `block_size` consecutive tokens. Its hash covers the block, every block before it and
+the namespace, so that one hash names the whole prefix that ends there:
 
     h[-1] = xxh3_128(namespace)
     h[i]  = xxh3_128(h[i-1] || tokens of block i, each as uint32 little-endian)
@@ -136,7 +136,7 @@ class HashChain:
 
 
 def event_hash(block_hash: BlockHash) -> int:
-    """Returns what stands for a block hash in KV events and in the router's index: its low 64 bits."""
+    """Returns a block hash as KV events and the router's index have it: its low 64 bits."""
     return int.from_bytes(block_hash[-8:], "big")
 
 

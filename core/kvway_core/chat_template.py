@@ -12,6 +12,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing_extensions import override
 
 from kvway_core.errors import ConfigError, InvalidRequest
 
@@ -67,8 +68,8 @@ class ChatTemplate:
         """Returns the conversation as text, ending where the assistant begins to answer.
 
         Raises:
-            InvalidRequest: If the template refuses the messages. The template's own words are given
-                only as far as they stand in the template, so that no prompt text leaks into them.
+            InvalidRequest: If the template refuses the messages. Its reason is given only when it
+                stands in the template word for word: no prompt text leaks into it.
         """
         template = self._template if tools is None else self._tool_template
         try:
@@ -103,6 +104,7 @@ class _GenerationTag(Extension):
 
     tags = {"generation"}  # noqa: RUF012 (the base class has it so)
 
+    @override
     def parse(self, parser: Parser) -> nodes.Node:
         """Returns the inner statements in a scope of their own."""
         line = next(parser.stream).lineno

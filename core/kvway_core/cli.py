@@ -26,7 +26,7 @@ class Command:
     Attributes:
         name: As typed after `kvway`.
         summary: One phrase for `kvway --help`.
-        run: Takes the arguments after the name, returns the exit code; may raise ConfigError.
+    X
     """
 
     name: str
@@ -35,7 +35,7 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 2 for anything wrong with how it was called.
+    """Runs the command line and returns the exit code, 2 if it was called wrongly.
 
     Args:
         argv: Arguments after `kvway`; those of the process by default.

@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, NoReturn, TypeVar, cast
 
+from typing_extensions import override
+
 from kvway_core.errors import ConfigError
 
 T = TypeVar("T")
@@ -80,7 +82,7 @@ def option(
         metavar: Placeholder in `--help`; by default it follows from the type.
     """
     described = Option(help, unit, tuple(choices) if choices is not None else None, metavar)
-    return cast("T", dataclasses.field(default=default, metadata={_METADATA: described}))
+    return dataclasses.field(default=default, metadata={_METADATA: described})
 
 
 def load(
@@ -108,11 +110,10 @@ def load(
     """
     fields = [_Field.of(field, hint) for field, hint in _hinted_fields(cls)]
     parser = _build_parser(fields, prog=prog, description=description)
-    problems: list[str] = []
     flags, unknown = parser.parse_known_args(list(argv))
-    strange_flags = [word for word in unknown if word.startswith("-")]
-    for word in strange_flags or unknown:
-        problems.append(_unknown(word.partition("=")[0], [field.flag for field in fields]))
+    strange_flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+    names = [field.flag for field in fields]
+    problems = [_unknown(word, names) for word in strange_flags or unknown]
     layers: list[tuple[Source, Mapping[str, object]]] = [
         ("file", _read_file(flags.config, fields, problems=problems)),
         ("environment", _read_env(env, fields, prog=prog, problems=problems)),
@@ -148,7 +149,7 @@ def render_config(loaded: Loaded[T]) -> str:
 
 def env_name(prog: str, name: str) -> str:
     """Returns the environment variable of a field, e.g. KVWAY_WORKER_NUM_BLOCKS."""
-    return f"KVWAY_{prog.split()[-1]}_{name}".upper().replace("-", "_")
+    return f"KVWAY_{prog.rsplit(maxsplit=1)[-1]}_{name}".upper().replace("-", "_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +174,7 @@ class _Field:
             kinds = [arg for arg in typing.get_args(hint) if arg is not types.NoneType]
         kind = kinds[0]
         repeatable = typing.get_origin(kind) is tuple and typing.get_args(kind) == (str, ...)
-        if repeatable:
-            kind = str
-        elif typing.get_origin(kind) is Literal:
+        if repeatable or typing.get_origin(kind) is Literal:
             kind = str
         if len(kinds) != 1 or kind not in {str, int, float, bool, Path}:
             raise TypeError(f"{field.name}: fields of type {hint} cannot be configured")
@@ -267,6 +266,7 @@ _TOML_NAMES: Mapping[type, str] = {
 class _Parser(argparse.ArgumentParser):
     """An argument parser that raises instead of printing its usage and exiting."""
 
+    @override
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
         raise ConfigError([f"{message} (see {self.prog} --help)"])

@@ -20,7 +20,8 @@
     |  `- InvariantViolated
     `- InternalError 500      whatever was not foreseen
 
-A message says what was wrong, the value or limit, and the fix, in one sentence. It never carries prompt text.
+A message says what was wrong, the value or limit, and the fix, in one sentence. It never carries
+prompt text.
 """
 
 from __future__ import annotations
@@ -237,8 +238,8 @@ class InternalError(KvwayError):
 def error_body(exc: KvwayError) -> bytes:
     """Returns the OpenAI form of an error: `{"error": {message, type, param, code}}` as JSON.
 
-    Everything outside ASCII, every quote and every line break is escaped, so the body can be put on
-    one line of a log or of an event stream whatever the message holds.
+    Everything outside ASCII, every quote and every line break is escaped, so the body fits on one
+    line of a log or of an event stream whatever the message holds.
     """
     error = {
         "message": exc.message,

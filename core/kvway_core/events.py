@@ -1,15 +1,16 @@
 """KV events: what a worker tells routers about its cache, in vLLM's wire protocol.
 
-A publisher sends three frames per batch, `[topic, seq, payload]`: seq is an unsigned 64-bit big-endian
-counter that starts at 0 with the process, payload is msgpack `[ts, [event, ...], dp_rank, boot_id]`.
-Events are maps tagged by `type`, as vLLM 0.32 writes them; `boot_id` is ours, at the end, where other
-readers ignore it.
+A publisher sends three frames per batch, `[topic, seq, payload]`: seq is an unsigned 64-bit
+big-endian counter that starts at 0 with the process, payload is msgpack
+`[ts, [event, ...], dp_rank, boot_id]`. Events are maps tagged by `type`, as vLLM 0.32 writes them;
+`boot_id` is ours, at the end, where other readers ignore it.
 
-A subscriber that misses a number asks the replay socket: a DEALER sends `[b"", seq]` and a ROUTER answers
-`[b"", topic, seq, payload]` for every batch it still has from there on, then `[b"", topic, END_SEQ, b""]`.
+A subscriber that misses a number asks the replay socket: a DEALER sends `[b"", seq]`, and a ROUTER
+answers `[b"", topic, seq, payload]` for every batch it still has from there on, then
+`[b"", topic, END_SEQ, b""]`.
 
-Decoding is liberal: map and array events, integer and byte hashes, unknown fields and unknown events. One
-bad event costs itself, never its batch.
+Decoding is liberal: map and array events, integer and byte hashes, unknown fields and unknown
+events. One bad event costs itself, never its batch.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ MAX_BATCH_EVENTS = 2**18
 
 END_SEQ = b"\xff" * 8
 """The seq frame that ends a replay: -1 as a signed 64-bit integer."""
+
 
 class BlockStored(msgspec.Struct, frozen=True, tag_field="type"):
     """Blocks became usable as a prefix, in chain order.
@@ -165,7 +167,7 @@ class _WireBatch(msgspec.Struct, frozen=True, array_like=True):
 _SEQ = struct.Struct(">Q")
 _ENCODER = msgspec.msgpack.Encoder()
 _BATCH_DECODER = msgspec.msgpack.Decoder(_WireBatch)
-_MAP_DECODER = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared)
+_MAP_DECODER: msgspec.msgpack.Decoder[KVEvent] = msgspec.msgpack.Decoder(KVEvent)
 _ARRAY_DECODER = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 
 
@@ -178,10 +180,9 @@ def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
     except (ValueError, RecursionError):
         return None
     fields = msgspec.structs.astuple(event)
-    for plain in (BlockStored, BlockRemoved, AllBlocksCleared):
-        if isinstance(event, plain):
-            return plain(*fields)
-    return None
+    if isinstance(event, _StoredArray):
+        return BlockStored(*fields)
+    return BlockRemoved(*fields) if isinstance(event, _RemovedArray) else AllBlocksCleared()
 
 
 def _is_map(raw: Sequence[int]) -> bool:

@@ -21,7 +21,7 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import structlog
 import uvloop
@@ -50,7 +50,7 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
 
-    async def __aenter__(self) -> Supervisor:
+    async def __aenter__(self) -> Self:
         await self._group.__aenter__()
         return self
 
@@ -88,21 +88,23 @@ class Supervisor:
         return self._stop.is_set()
 
     async def wait_for_stop(self) -> None:
-        """Returns when the process should stop: a signal came, a task failed, or `stop` was called."""
+        """Returns when the process should stop: by a signal, a failed task, or `stop`."""
         await self._stop.wait()
 
     async def _watch(self, name: str, coro: Coroutine[object, object, None]) -> None:
         """Runs a task to its end: the other one of the two places that catch everything."""
         try:
             await coro
-        except Exception:
+        except Exception:  # noqa: BLE001 (the supervisor of a task)
             self.failed = True
             _LOG.exception("task_failed", task=name)
             self.stop(f"task {name} failed")
 
 
 def run(main: Callable[[Supervisor], Awaitable[None]]) -> int:
-    """Runs a program on uvloop until its `main` returns; returns its exit code, 1 if a task failed.
+    """Runs a program on uvloop until its `main` returns, and returns its exit code.
+
+    The code is 1 if a task failed and 0 otherwise.
 
     Raises:
         ConfigError: If `main` does: the command line prints it.

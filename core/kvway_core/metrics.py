@@ -34,7 +34,7 @@ def new_registry(program: str, *, version: str) -> CollectorRegistry:
         program: "router" or "worker".
         version: Of kvway.
     """
-    disable_created_metrics()
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry(auto_describe=True)
     ProcessCollector(registry=registry)
     build = Gauge(

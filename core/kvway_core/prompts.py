@@ -132,7 +132,7 @@ class PromptEncoder:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Returns the text of token ids; bytes that are no UTF-8 become U+FFFD, unknown ids nothing.
+        """Returns the text of token ids; broken UTF-8 becomes U+FFFD, unknown ids nothing.
 
         Raises:
             OverflowError: If an id does not fit 32 unsigned bits.
@@ -253,7 +253,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
         raise ConfigError([f"{path.parent} is not a model folder: it has no {path.name}"])
     try:
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as exc:  # noqa: BLE001 (the library raises nothing narrower)
+    except Exception as exc:
         raise ConfigError([f"{path} cannot be read: {exc}"]) from exc
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,8 +1,8 @@
 """Reads the JSON body of a request into a type, and names what is wrong with it.
 
-A router forwards the client's bytes, so it must not read them differently from whoever reads them next:
-what JSON parsers disagree about (duplicate keys, NaN, a byte order mark, lone surrogates, numbers beyond
-double precision, nesting without end) is refused here rather than guessed.
+A router forwards the client's bytes, so it must not read them differently from whoever reads them
+next: what JSON parsers disagree about (duplicate keys, NaN, a byte order mark, lone surrogates,
+numbers beyond double precision, nesting without end) is refused here rather than guessed.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class BodyDecoder(Generic[T]):
         """Returns the body as the struct. Unknown fields are ignored, but must be sound JSON.
 
         Raises:
-            InvalidRequest: With code `invalid_json`, `invalid_utf8`, `invalid_number`, `too_complex`,
-                `duplicate_key`, or `invalid_request` and the field at fault as `param`.
+            InvalidRequest: With code `invalid_json`, `invalid_utf8`, `invalid_number`,
+                `too_complex`, `duplicate_key`, or `invalid_request` and the field as `param`.
         """
         fields = top_level_fields(body)
         try:
@@ -58,7 +58,7 @@ class BodyDecoder(Generic[T]):
         except (ValueError, RecursionError) as exc:
             _refuse_malformed(body, cause=exc)
         for name in fields.keys() - self._known:
-            _check_unknown(name, fields[name])
+            _check_unread(fields[name])
         return value
 
 
@@ -66,7 +66,7 @@ def top_level_fields(body: bytes) -> Mapping[str, msgspec.Raw]:
     """Returns the fields of the object in `body`, their values unread.
 
     Raises:
-        InvalidRequest: If the body is not one JSON object in UTF-8, nests too deep, or has a key twice.
+        InvalidRequest: If the body is not one JSON object, nests too deep or has a key twice.
     """
     try:
         body.decode("utf-8")
@@ -124,7 +124,7 @@ def _refuse_depth(body: bytes) -> None:
     raise _too_deep()
 
 
-def _check_unknown(name: str, raw: msgspec.Raw) -> None:
+def _check_unread(raw: msgspec.Raw) -> None:
     """Raises InvalidRequest if the value of a field that is passed on unread is not sound."""
     try:
         _ANY.decode(raw)
@@ -150,7 +150,7 @@ def _invalid_value(text: str) -> InvalidRequest:
 
 
 def _refuse_malformed(body: bytes, *, cause: BaseException) -> NoReturn:
-    """Raises InvalidRequest that says why the body is not JSON. Runs only for bodies that are not."""
+    """Raises InvalidRequest that says why the body is not JSON."""
     raise _malformed(body, cause) from None
 
 
@@ -159,28 +159,26 @@ def _malformed(body: bytes, cause: BaseException) -> InvalidRequest:
     if not body.strip():
         return InvalidRequest("The body is empty; send a JSON object.", code="invalid_json")
     if body.startswith(_BYTE_ORDER_MARKS):
-        return InvalidRequest(
-            "The body starts with a byte order mark; send UTF-8 without one.", code="invalid_json"
-        )
+        problem = "The body starts with a byte order mark; send UTF-8 without one."
+        return InvalidRequest(problem, code="invalid_json")
     if isinstance(cause, RecursionError):
         return _too_deep()
+    # The standard library says where the fault is, and reads what msgspec refuses on purpose.
+    problem, code = "A string has half of a surrogate pair.", "invalid_utf8"
     try:
         json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except UnicodeDecodeError as exc:
-        return InvalidRequest(
-            f"The body is not UTF-8 at byte {exc.start}.", code="invalid_utf8"
-        )
+        problem = f"The body is not UTF-8 at byte {exc.start}."
     except json.JSONDecodeError as exc:
-        return InvalidRequest(
-            f"The body is not JSON at line {exc.lineno} column {exc.colno}.", code="invalid_json"
-        )
+        problem = f"The body is not JSON at line {exc.lineno} column {exc.colno}."
+        code = "invalid_json"
     except InvalidRequest as exc:
         return exc
     except RecursionError:
         return _too_deep()
     except ValueError:
-        return InvalidRequest("A number has too many digits.", code="invalid_number")
-    return InvalidRequest("A string has half of a surrogate pair.", code="invalid_utf8")
+        problem, code = "A number has too many digits.", "invalid_number"
+    return InvalidRequest(problem, code=code)
 
 
 def _refuse_constant(name: str) -> NoReturn:

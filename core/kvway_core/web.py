@@ -1,7 +1,7 @@
 """The aiohttp glue that both programs share: every answer is JSON in OpenAI's form, even to junk.
 
-The only module of this package that needs aiohttp. A program builds its application with `new_app`,
-its runner with `make_runner`, and listens with `lifecycle.start_site`:
+The only module of this package that needs aiohttp. A program builds its application with
+`new_app`, its runner with `make_runner`, and listens with `lifecycle.start_site`:
 
     app = new_app()
     app.router.add_post("/v1/completions", completions)
@@ -25,6 +25,7 @@ import aiohttp
 import structlog
 from aiohttp import hdrs, http_parser, web
 from aiohttp.web_protocol import RequestHandler
+from typing_extensions import override
 
 from kvway_core.errors import (
     ClientDisconnected,
@@ -71,12 +72,12 @@ def make_runner(
 
     Args:
         app: From `new_app`.
-        max_body_bytes: A request that announces more is refused before its body, or `100 Continue`.
-        keepalive_timeout_s: How long a connection may idle, and how long headers may take, seconds.
+        max_body_bytes: A request that announces more is refused before `100 Continue`.
+        keepalive_timeout_s: How long a connection may idle and headers may take, seconds.
 
     Raises:
-        ConfigError: If aiohttp runs on its Python parser, which reads some requests differently from
-            the C one: with a proxy in front that is how requests are smuggled.
+        ConfigError: If aiohttp runs on its Python parser, which reads some requests differently
+            from the C one: with a proxy in front that is how requests are smuggled.
     """
     if http_parser.HttpRequestParser is http_parser.HttpRequestParserPy:
         raise ConfigError(
@@ -247,6 +248,7 @@ class _Protocol(RequestHandler):
 
     __slots__ = ()
 
+    @override
     def handle_error(
         self,
         request: web.BaseRequest,
@@ -281,6 +283,7 @@ class _Server(web.Server):
         self._inner: Callable[[Any], Awaitable[web.StreamResponse]] = server.request_handler
         self._max_body_bytes = max_body_bytes
 
+    @override
     def __call__(self) -> RequestHandler:
         """Returns the protocol of a new connection."""
         return _Protocol(self, loop=self._loop, **self._kwargs)
@@ -325,6 +328,7 @@ class _Runner(web.AppRunner):
         super().__init__(app, **kwargs)
         self._max_body_bytes = max_body_bytes
 
+    @override
     async def _make_server(self) -> web.Server:
         """Returns the server, built from the one that aiohttp makes."""
         return _Server(await super()._make_server(), max_body_bytes=self._max_body_bytes)

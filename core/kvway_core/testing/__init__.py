@@ -1,1 +1,1 @@
-"""Stand-ins that ship with the product: a clock moved by hand, a model of bytes, a scripted replica."""
+"""Stand-ins that ship with the product: a clock moved by hand, a model of bytes, a replica."""

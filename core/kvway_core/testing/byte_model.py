@@ -1,4 +1,4 @@
-"""A model folder whose tokens are bytes: real files for real tokenizers, and nothing to download."""
+"""A model folder whose tokens are bytes: real files for real tokenizers, no download."""
 
 from __future__ import annotations
 
