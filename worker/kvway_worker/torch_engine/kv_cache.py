@@ -1,0 +1,107 @@
+"""The KV tensors: the only place where keys and values of tokens are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvway_core.errors import ConfigError
+
+DEFAULT_KV_CACHE_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What the KV of one block looks like.
+
+    Attributes:
+        num_layers: layers that attend.
+        block_size: tokens per block.
+        num_kv_heads: key and value heads per layer.
+        head_dim: size of each.
+        dtype: of keys and values.
+    """
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of one block over all layers."""
+        per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_layers * per_layer
+
+
+def blocks_to_allocate(
+    shape: KVShape,
+    *,
+    num_blocks: int | None,
+    kv_cache_bytes: int | None,
+    max_model_len: int,
+) -> int:
+    """Return how many blocks the cache gets: as told, or what fits into 1 GiB.
+
+    Args:
+        shape: one block.
+        num_blocks: the number itself; excludes `kv_cache_bytes`.
+        kv_cache_bytes: memory for the cache, bytes.
+        max_model_len: tokens of the longest request, which must fit.
+
+    Raises:
+        ConfigError: both are given, or the longest request does not fit.
+    """
+    if num_blocks is not None and kv_cache_bytes is not None:
+        raise ConfigError(["give either the number of KV blocks or their memory, not both"])
+    if num_blocks is None:
+        budget = DEFAULT_KV_CACHE_BYTES if kv_cache_bytes is None else kv_cache_bytes
+        num_blocks = budget // shape.bytes_per_block
+    needed = -(-max_model_len // shape.block_size)
+    if num_blocks < needed:
+        gib = needed * shape.bytes_per_block / 2**30
+        problem = (
+            f"the KV cache has {num_blocks} blocks of {shape.block_size} tokens, but one request "
+            f"of {max_model_len} tokens needs {needed}: give it --num-blocks {needed} or more "
+            f"({gib:.2f} GiB), or a smaller --max-model-len"
+        )
+        raise ConfigError([problem])
+    return num_blocks
+
+
+class PagedKVCache:
+    """Keys and values of every layer, in blocks.
+
+    Shapes: `k[layer]` and `v[layer]` are [num_blocks, block_size, num_kv_heads, head_dim],
+    contiguous, zero at first. Memory of blocks never written is not touched.
+    """
+
+    __slots__ = ("k", "num_blocks", "shape", "v")
+
+    def __init__(self, shape: KVShape, *, num_blocks: int, device: torch.device) -> None:
+        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+
+        def layers() -> list[Tensor]:
+            return [
+                torch.zeros(size, dtype=shape.dtype, device=device)
+                for _ in range(shape.num_layers)
+            ]
+
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.k = layers()
+        self.v = layers()
+
+    def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
+        """Copy leading tokens from block to block, in order.
+
+        Args:
+            copies: (source block, destination block, number of tokens) each.
+        """
+        for source, destination, num_tokens in copies:
+            for layer in (*self.k, *self.v):
+                layer[destination, :num_tokens] = layer[source, :num_tokens]

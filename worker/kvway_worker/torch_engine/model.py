@@ -1,0 +1,231 @@
+"""A Hugging Face causal LM that attends through our kernels.
+
+Transformers lets an attention function be registered by name, and hands it whatever extra keywords
+the model was called with. So each call brings its own step: which blocks each request reads, and
+where new keys and values go. Nothing is kept between calls but the blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
+from transformers.utils import logging as hf_logging
+
+from kvway_core.errors import ConfigError
+from kvway_kernels.api import PagedPlan, paged_attention, write_kv
+from kvway_worker.torch_engine.kv_cache import KVShape, PagedKVCache
+
+ATTENTION_NAME: Final = "kvway_paged"
+
+_PLAIN_KEYWORDS: Final = frozenset(
+    {
+        "cache",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""What models pass to attention that does not change plain causal attention in inference."""
+
+_VARYING_ROPE: Final = frozenset({"dynamic", "longrope"})
+"""Rotary embeddings whose angles depend on the longest request: cached keys would be wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What one call of the model needs beside its tokens.
+
+    Attributes:
+        cache: where keys and values are.
+        plan: who owns which rows, and which blocks each reads.
+        layers_seen: the layers that have attended in this call.
+    """
+
+    cache: PagedKVCache
+    plan: PagedPlan
+    layers_seen: set[int] = field(default_factory=set)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    kvway_step: StepContext,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Store a layer's new keys and values and attend: transformers' attention interface.
+
+    Shapes: query [1, Hq, T, D]; key, value [1, Hkv, T, D]; result [1, T, Hq, D].
+
+    Raises:
+        ConfigError: the model asks for more than plain causal attention.
+    """
+    strange = [
+        name
+        for name, setting in others.items()
+        if name not in _PLAIN_KEYWORDS and setting is not None
+    ]
+    if strange or attention_mask is not None:
+        strange += [] if attention_mask is None else ["attention_mask"]
+        raise ConfigError(
+            [f"{type(module).__name__} needs {', '.join(strange)} in attention: not supported"]
+        )
+    layer = module.layer_idx
+    k, v = kvway_step.cache.k[layer], kvway_step.cache.v[layer]
+    write_kv(k, v, key[0].transpose(0, 1), value[0].transpose(0, 1), kvway_step.plan)
+    rows = query[0].transpose(0, 1)
+    out = paged_attention(rows, k, v, kvway_step.plan, scale=scaling)
+    kvway_step.layers_seen.add(layer)
+    return out[None], None
+
+
+def _no_mask(*_args: Any, **_keywords: Any) -> None:
+    """Build no dense mask: the plan knows who sees what."""
+
+
+class HuggingFaceModel:
+    """Weights and forward pass of the model in a folder. Keeps no state between calls.
+
+    Args:
+        folder: config.json and safetensors.
+        dtype: of weights and KV.
+        device: where they go.
+
+    Raises:
+        ConfigError: the folder cannot be read, weights are missing, or the architecture is one
+            whose attention is not plain causal attention over all earlier tokens.
+    """
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+        AttentionInterface.register(ATTENTION_NAME, _attend)
+        AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+        self._config = _read_config(folder)
+        text = self._config.get_text_config()
+        self._model = _load_weights(folder, self._config, dtype=dtype).to(device).eval()
+        self.dtype = dtype
+        self.device = device
+        self.vocab_size: int = text.vocab_size
+        self.max_model_len: int = text.max_position_embeddings
+        self.num_layers: int = text.num_hidden_layers
+        self.num_kv_heads: int = getattr(text, "num_key_value_heads", text.num_attention_heads)
+        self.head_dim: int = (
+            getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        )
+
+    def kv_shape(self, block_size: int) -> KVShape:
+        """Return what one block of this model's KV looks like."""
+        return KVShape(
+            num_layers=self.num_layers,
+            block_size=block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, *, keep: Tensor, step: StepContext
+    ) -> Tensor:
+        """Compute one packed step; keys and values go into the blocks of the step's plan.
+
+        Shapes: token_ids, positions int64 [T]; keep int64 [num_kept], rows to score; result
+        [num_kept, vocab_size].
+
+        Raises:
+            ConfigError: not every layer attended through the cache exactly as planned.
+        """
+        logits: Tensor = self._model(
+            input_ids=token_ids[None],
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=keep,
+            kvway_step=step,
+        ).logits[0]
+        if len(step.layers_seen) != self.num_layers:
+            problem = (
+                f"{type(self._model).__name__} attends in {len(step.layers_seen)} of its "
+                f"{self.num_layers} layers: not supported"
+            )
+            raise ConfigError([problem])
+        return logits
+
+
+def _read_config(folder: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            [f"cannot read {folder / 'config.json'}: {_first_line(error)}"]
+        ) from error
+    problems = _unsupported(config)
+    if problems:
+        raise ConfigError([f"model {config.model_type!r} in {folder}: {p}" for p in problems])
+    return config
+
+
+def _unsupported(config: Any) -> list[str]:
+    """Name what the configuration alone shows to be more than plain causal attention."""
+    text = config.get_text_config()
+    problems = []
+    if config.is_encoder_decoder:
+        problems.append("encoder-decoder models are not supported")
+    kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
+    if kinds:
+        problems.append(f"layers of type {', '.join(kinds)} are not supported")
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in _VARYING_ROPE:
+        problems.append(f"rotary embeddings of type {rope['rope_type']} are not supported")
+    problems += [
+        f"the configuration has no {name}: not supported"
+        for name in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+        if getattr(text, name, None) is None
+    ]
+    return problems
+
+
+def _load_weights(folder: Path, config: Any, *, dtype: torch.dtype) -> Any:
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()  # a worker's stderr is its log
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ConfigError([f"cannot load the model in {folder}: {_first_line(error)}"]) from error
+    finally:
+        if bars:
+            hf_logging.enable_progress_bar()
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ConfigError(
+            [f"the model in {folder} lacks {len(missing)} weights, the first is {missing[0]}"]
+        )
+    return model
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
