@@ -25,7 +25,6 @@ _POLL_S: Final = 0.05
 _LOG_TAIL_BYTES: Final = 8192
 _PR_SET_PDEATHSIG: Final = 1
 _STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-_WATCHED: Final = _STOP_SIGNALS | {signal.SIGCHLD}
 
 
 class StopRequested(Exception):
@@ -36,23 +35,29 @@ class Signals:
     """Stop requests and ended children, read where the program waits.
 
     Inside the ``with`` block the signals are blocked for this thread; children get the mask that
-    was there before, see `child_mask`. What is still pending at the end is dropped.
+    was there before, see `child_mask`. What is still pending at the end is dropped. A SIGHUP that
+    is ignored stays ignored, so ``nohup`` works.
     """
 
-    __slots__ = ("child_mask",)
+    __slots__ = ("_watched", "child_mask")
+
+    def __init__(self) -> None:
+        self._watched = {*_STOP_SIGNALS, signal.SIGCHLD}
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            self._watched.discard(signal.SIGHUP)
 
     def __enter__(self) -> Self:
-        self.child_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+        self.child_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._watched)
         return self
 
     def __exit__(self, *_: object) -> None:
-        while signal.sigtimedwait(_WATCHED, 0) is not None:
+        while signal.sigtimedwait(self._watched, 0) is not None:
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, self.child_mask)
 
     def stop_requested(self, *, within_s: float) -> bool:
         """Wait for a signal, at most so long; tell whether it was a stop request."""
-        info = signal.sigtimedwait(_WATCHED, within_s)
+        info = signal.sigtimedwait(self._watched, within_s)
         return info is not None and info.si_signo in _STOP_SIGNALS
 
     def pause(self, limit_s: float = _POLL_S) -> None:

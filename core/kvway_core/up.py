@@ -24,7 +24,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
@@ -169,10 +169,11 @@ class Cluster:
         self._await_routable(router)
         replicas = [Replica(url.removeprefix("http://"), url) for url in urls]
         if options.ready_file is not None:
-            write_ready_file(options.ready_file, UpReady(router.api, router.admin, replicas))
+            ready = UpReady(router.api, router.admin, replicas)
+            write_ready_file(options.ready_file, msgspec.to_builtins(ready))
         _say(_announcement(router, served_as=name))
 
-    def watch(self) -> None:
+    def watch(self) -> NoReturn:
         """Report workers that end; return never.
 
         Raises:
@@ -182,12 +183,12 @@ class Cluster:
         while True:
             for child in [child for child in self._children if child.exit_code is not None]:
                 if child.name == _ROUTER:
-                    raise _ended(child, "and nothing works without it")
+                    raise _ended(child, ", and nothing works without it")
                 self._children.remove(child)
                 rest = len(self._children) - 1
                 if not rest:
-                    raise _ended(child, "and no worker is left")
-                _warn(f"{_ended(child, 'unexpectedly')}\nthe rest goes on, {rest} left")
+                    raise _ended(child, ", and no worker is left")
+                _warn(str(_ended(child, f", {rest} of {self._options.replicas} workers go on")))
             self._signals.pause(_HEARTBEAT_S)
 
     def stop(self) -> None:
@@ -263,6 +264,7 @@ class Cluster:
         self._progress(f"starting the router, loading {what} in {len(waiting) - 1} worker(s)")
         told_s = time.monotonic()
         while waiting:
+            self._check(f"{', '.join(waiting)} not ready")
             for name in [name for name in waiting if self._ready_file(name).exists()]:
                 del waiting[name]
                 self._progress(f"{name} is ready")
@@ -270,7 +272,6 @@ class Cluster:
             if time.monotonic() - told_s > _HEARTBEAT_S:
                 self._progress(f"waiting for {', '.join(waiting)}")
                 told_s = time.monotonic()
-            self._check(f"{', '.join(waiting)} not ready")
             self._signals.pause()
         return msgspec.json.decode(self._ready_file(_ROUTER).read_bytes(), type=RouterReady)
 
@@ -286,7 +287,7 @@ class Cluster:
         """Raise UpFailed when a process has ended, or when the time to start is over."""
         for child in self._children:
             if child.exit_code is not None:
-                raise _ended(child, "before it was ready")
+                raise _ended(child, " before it was ready")
         if time.monotonic() - self._started_s > self._options.start_timeout_s:
             limit_s = self._options.start_timeout_s
             raise UpFailed(f"{missing} after {limit_s:g} s; logs are in {self._log_dir}")
@@ -309,16 +310,18 @@ def _num_ready(admin: str) -> int:
     return sum(replica.state == "ready" for replica in seen.replicas)
 
 
-def _ended(child: Child, when: str) -> UpFailed:
-    """Say that a process ended `when` it should not have, with the last it printed.
+def _ended(child: Child, and_so: str) -> UpFailed:
+    """Say how a process ended that should not have, and the last it printed.
 
     Exit code 2 means that its flags or its surroundings are wrong; then its own line says it all.
     """
     lines = child.last_lines(_LOG_LINES_SHOWN)
     if child.exit_code == _EXIT_CONFIG and lines:
-        return UpFailed(f"{child.name}: {lines[-1]}", exit_code=_EXIT_CONFIG)
+        return UpFailed(
+            f"{child.name}: {lines[-1].removeprefix('kvway: ')}", exit_code=_EXIT_CONFIG
+        )
     tail = "".join(f"\n  | {line}" for line in lines)
-    return UpFailed(f"{child.name} {child.how_it_ended()} {when}; log: {child.log}{tail}")
+    return UpFailed(f"{child.name} {child.how_it_ended()}{and_so}; log: {child.log}{tail}")
 
 
 def _announcement(router: RouterReady, *, served_as: str) -> str:

@@ -32,9 +32,13 @@ class UpOptions:
     """What `kvway up` starts, and where it listens."""
 
     replicas: int = option(2, help="workers to start", unit="processes")
-    model: str = option(DEFAULT_MODEL, help="a folder, or a hub id, fetched when it is not here")
+    model: str = option(
+        DEFAULT_MODEL,
+        help="a folder, or a hub id that is fetched when it is not here",
+        metavar="PATH_OR_ID",
+    )
     served_model_name: str | None = option(
-        None, help="name clients use; unset: the id as given, or the folder's name"
+        None, help="name clients use; without it the id as given, or the folder's name"
     )
     engine: str = option(
         "torch",
@@ -56,7 +60,9 @@ class UpOptions:
         metavar="FILE",
     )
     log_dir: Path | None = option(
-        None, help="folder for what the processes print; unset: a new temporary one", metavar="DIR"
+        None,
+        help="folder for what the processes print; without it a new temporary one",
+        metavar="DIR",
     )
     start_timeout_s: float = option(
         300.0, help="time the processes have to get ready", unit="seconds"
