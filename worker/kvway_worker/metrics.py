@@ -1,19 +1,20 @@
 """What a worker counts, under vLLM's names where vLLM has one, so that its dashboards work.
 
-Two sources, never both for one number: handlers observe requests as they end; gauges and the
-counters of the pool are read from the engine's loop at the moment of the scrape.
+Two sources, never both for one number: handlers observe requests; what the engine counts is read
+from its loop at the moment of the scrape.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from typing_extensions import override
+
+from kvway_worker.load import EngineLoad
 
 TTFT_BUCKETS_S: Final = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -28,36 +29,6 @@ E2E_BUCKETS_S: Final = (
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0),
 )
 _MODEL: Final = ("model_name",)
-
-
-@dataclass(frozen=True, slots=True)
-class PoolGauges:
-    """The engine's loop and its pool at one moment.
-
-    Attributes:
-        num_running: Requests in the batch.
-        num_waiting: Requests waiting for a place.
-        num_preemptions: Requests that lost their blocks and waited again, since the start.
-        block_size: Tokens per block.
-        live_blocks: Blocks that a request holds.
-        cached_blocks: Blocks no request holds whose content can still be hit.
-        free_blocks: Blocks with nothing in them.
-        num_evictions: Cached blocks given up for new content, since the start.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_preemptions: int
-    block_size: int
-    live_blocks: int
-    cached_blocks: int
-    free_blocks: int
-    num_evictions: int
-
-    @property
-    def total_blocks(self) -> int:
-        """Blocks in the pool."""
-        return self.live_blocks + self.cached_blocks + self.free_blocks
 
 
 class WorkerMetrics:
@@ -79,14 +50,9 @@ class WorkerMetrics:
             metric = Histogram(name, text, _MODEL, buckets=buckets, registry=registry)
             return metric.labels(model_name)
 
-        self.prefix_queries = counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
+        self.prompt_tokens = counter(
+            "vllm:prompt_tokens", "Prompt tokens of requests that got a first token."
         )
-        self.prefix_hits = counter(
-            "vllm:prefix_cache_hits", "Prompt tokens whose KV was in the prefix cache."
-        )
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.")
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.")
         self.ttft_s = histogram(
             "vllm:time_to_first_token_seconds",
             "Arrival of the request to its first token, at the worker.",
@@ -104,13 +70,19 @@ class WorkerMetrics:
         )
         self._success = Counter(
             "vllm:request_success",
-            "Requests that ended, by why: stop, length or abort.",
+            "Requests that ended, by why: stop, length, abort or error.",
             (*_MODEL, "finished_reason"),
             registry=registry,
         )
         self._http_errors = Counter(
             "kvway_worker_http_errors",
-            "Requests answered with an error, by its code.",
+            "Requests answered with an error, by HTTP status.",
+            (*_MODEL, "status"),
+            registry=registry,
+        )
+        self._broken_streams = Counter(
+            "kvway_worker_broken_streams",
+            "Streams that ended with an error event, by its code.",
             (*_MODEL, "code"),
             registry=registry,
         )
@@ -119,23 +91,36 @@ class WorkerMetrics:
         """Count one request under the reason of its end."""
         self._success.labels(self.model_name, finished_reason).inc()
 
-    def http_error(self, code: str) -> None:
-        """Count one error answer (or error event) under its code."""
-        self._http_errors.labels(self.model_name, code).inc()
+    def http_error(self, status: int) -> None:
+        """Count one answer with an error status."""
+        self._http_errors.labels(self.model_name, str(status)).inc()
 
-    def watch(self, read: Callable[[], PoolGauges]) -> None:
-        """Read the engine's numbers through `read` at each scrape from now on."""
-        self.registry.register(_PoolCollector(read, model_name=self.model_name))
+    def stream_broke(self, code: str) -> None:
+        """Count one stream that ended with an error event."""
+        self._broken_streams.labels(self.model_name, code).inc()
+
+    def watch(self, read: Callable[[], EngineLoad], *, block_size: int) -> None:
+        """Read the engine's numbers through `read` at each scrape from now on.
+
+        Args:
+            read: Gives the engine's loop and its pool at this moment.
+            block_size: Tokens per block.
+        """
+        self.registry.register(
+            _EngineCollector(read, model_name=self.model_name, block_size=block_size)
+        )
 
 
-class _PoolCollector(Collector):
+class _EngineCollector(Collector):
     """Turns one reading of the engine into metrics."""
 
-    def __init__(self, read: Callable[[], PoolGauges], *, model_name: str) -> None:
+    def __init__(
+        self, read: Callable[[], EngineLoad], *, model_name: str, block_size: int
+    ) -> None:
         self._read = read
         self._model_name = model_name
+        self._block_size = block_size
 
-    @override
     def describe(self) -> list[Metric]:
         """Return nothing: the registry need not read the engine to learn the names."""
         return []
@@ -143,32 +128,26 @@ class _PoolCollector(Collector):
     @override
     def collect(self) -> Iterator[Metric]:
         """Read the engine once and yield what it says."""
-        now = self._read()
-        usage = now.live_blocks / now.total_blocks if now.total_blocks else 0.0
-        yield self._gauge("vllm:num_requests_running", "Requests in the batch.", now.num_running)
-        yield self._gauge(
-            "vllm:num_requests_waiting", "Requests waiting for a place.", now.num_waiting
-        )
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc",
-            "Share of the KV blocks held by requests, 0 to 1; cached blocks count as free.",
-            usage,
-        )
-        yield self._counter(
-            "vllm:num_preemptions", "Requests that lost their blocks.", now.num_preemptions
-        )
-        yield self._counter(
-            "kvway_worker_evictions", "Cached blocks given up for new content.", now.num_evictions
-        )
+        load = self._read()
+        live = load.num_blocks - load.num_free_blocks
+        for name, text, value in _gauges(load, live=live):
+            gauge = GaugeMetricFamily(name, text, labels=_MODEL)
+            gauge.add_metric((self._model_name,), value)
+            yield gauge
+        for name, text, value in _counters(load):
+            counter = CounterMetricFamily(name, text, labels=_MODEL)
+            counter.add_metric((self._model_name,), value)
+            yield counter
         blocks = GaugeMetricFamily(
             "kvway_worker_blocks",
-            "KV blocks: live (a request holds them), cached (can be hit or reused), free.",
+            "KV blocks: live (a request holds them), cached (can be hit, or reused), free.",
             labels=(*_MODEL, "state"),
         )
+        cached = load.num_cached_blocks
         for state, count in (
-            ("live", now.live_blocks),
-            ("cached", now.cached_blocks),
-            ("free", now.free_blocks),
+            ("live", live),
+            ("cached", cached),
+            ("free", load.num_free_blocks - cached),
         ):
             blocks.add_metric((self._model_name, state), count)
         yield blocks
@@ -177,15 +156,38 @@ class _PoolCollector(Collector):
             "The KV cache as configured; always 1.",
             labels=(*_MODEL, "block_size", "num_gpu_blocks"),
         )
-        config.add_metric((self._model_name, str(now.block_size), str(now.total_blocks)), 1)
+        config.add_metric((self._model_name, str(self._block_size), str(load.num_blocks)), 1)
         yield config
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(name, text, labels=_MODEL)
-        family.add_metric((self._model_name,), value)
-        return family
 
-    def _counter(self, name: str, text: str, value: float) -> CounterMetricFamily:
-        family = CounterMetricFamily(name, text, labels=_MODEL)
-        family.add_metric((self._model_name,), value)
-        return family
+def _gauges(load: EngineLoad, *, live: int) -> tuple[tuple[str, str, float], ...]:
+    return (
+        ("vllm:num_requests_running", "Requests in the batch.", load.num_running),
+        ("vllm:num_requests_waiting", "Requests waiting for a place.", load.num_waiting),
+        (
+            "vllm:kv_cache_usage_perc",
+            "Share of the KV blocks that requests hold, 0 to 1; cached blocks count as free.",
+            live / load.num_blocks,
+        ),
+    )
+
+
+def _counters(load: EngineLoad) -> tuple[tuple[str, str, float], ...]:
+    return (
+        (
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            load.prefix_cache_queries,
+        ),
+        (
+            "vllm:prefix_cache_hits",
+            "Prompt tokens whose KV was in the prefix cache.",
+            load.prefix_cache_hits,
+        ),
+        ("vllm:generation_tokens", "Tokens generated.", load.generated_tokens),
+        ("vllm:num_preemptions", "Times a request lost its blocks.", load.preemptions),
+        ("kvway_worker_evictions", "Cached blocks given up for new content.", load.evictions),
+        ("kvway_worker_steps", "Steps the engine computed.", load.num_steps),
+        ("kvway_worker_failed_steps", "Steps that raised.", load.num_failed_steps),
+        ("kvway_worker_step_seconds", "Time of all computed steps.", load.step_time_s),
+    )

@@ -81,10 +81,16 @@ class WorkerSettings:
         10_000, help="batches of KV events kept for replay", unit="batches"
     )
     sim_prefill_tokens_per_s: float = option(
-        8000.0, help="prompt tokens the sim engine computes", unit="tokens/s"
+        8000.0, help="sim: prompt tokens computed per second, attention aside", unit="tokens/s"
+    )
+    sim_attention_s_per_pair: float = option(
+        0.0, help="sim: time per pair of a computed token and one before it", unit="seconds"
     )
     sim_decode_step_s: float = option(
-        0.01, help="time of a step of the sim engine before its tokens count", unit="seconds"
+        0.01, help="sim: time of a step before its tokens count", unit="seconds"
+    )
+    sim_decode_s_per_seq: float = option(
+        0.0, help="sim: time a generated token adds to its step", unit="seconds"
     )
     max_body_bytes: int = option(16 * 2**20, help="largest request body", unit="bytes")
     body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")
@@ -95,7 +101,7 @@ class WorkerSettings:
     drain_timeout_s: float = option(
         30.0, help="time running requests have after SIGTERM", unit="seconds"
     )
-    ready_file: Path | None = option(  # noqa: RUF009 (not a call that shares state)
+    ready_file: Path | None = option(
         None, help="file to write when ready: JSON with url, pid, boot_id", metavar="FILE"
     )
     log_level: str = option(
@@ -105,16 +111,21 @@ class WorkerSettings:
     def validate(self) -> list[str]:
         """Return every problem, one line each; empty when the settings make sense."""
         problems = [] if self.model else ["--model is missing: give a folder or a fetched hub id"]
-        for name in ("port", "kv_events_port", "kv_events_replay_port"):
-            if not 0 <= getattr(self, name) <= _MAX_PORT:
-                problems.append(f"{_flag(name)} must be 0 to {_MAX_PORT}: {getattr(self, name)}")
+        problems += [
+            f"{_flag(name)} must be 0 to {_MAX_PORT}: {getattr(self, name)}"
+            for name in ("port", "kv_events_port", "kv_events_replay_port")
+            if not 0 <= getattr(self, name) <= _MAX_PORT
+        ]
         problems += [
             f"{_flag(name)} must be more than 0: {value}"
             for name in _POSITIVE
             if (value := getattr(self, name)) is not None and not value > 0
         ]
-        if self.drain_timeout_s < 0:
-            problems.append(f"--drain-timeout-s must not be negative: {self.drain_timeout_s}")
+        problems += [
+            f"{_flag(name)} must not be negative: {getattr(self, name)}"
+            for name in _NOT_NEGATIVE
+            if getattr(self, name) < 0
+        ]
         return problems + self._contradictions()
 
     def _contradictions(self) -> list[str]:
@@ -132,6 +143,11 @@ class WorkerSettings:
                 )
                 if getattr(self, name) != unset
             ]
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            problems.append(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
+                f"--max-num-seqs ({self.max_num_seqs})"
+            )
         ports = (self.port, self.kv_events_port, self.kv_events_replay_port)
         fixed = [port for port in ports if port]
         if len(set(fixed)) < len(fixed):
@@ -153,14 +169,19 @@ _POSITIVE: Final = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_model_len",
-    "max_waiting",
     "kv_events_buffer",
     "sim_prefill_tokens_per_s",
-    "sim_decode_step_s",
     "max_body_bytes",
     "body_timeout_s",
     "tokenizer_threads",
     "max_tokenizing",
+)
+_NOT_NEGATIVE: Final = (
+    "max_waiting",
+    "sim_attention_s_per_pair",
+    "sim_decode_step_s",
+    "sim_decode_s_per_seq",
+    "drain_timeout_s",
 )
 
 

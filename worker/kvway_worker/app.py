@@ -1,0 +1,31 @@
+"""The worker's HTTP application: routes and what stands around them."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvway_core.web import new_app
+from kvway_worker import handlers
+from kvway_worker.state import WORKER, Worker
+
+
+def build_app(worker: Worker) -> web.Application:
+    """Return the application that serves `worker`."""
+    app = new_app()
+    app[WORKER] = worker
+    app.middlewares.insert(0, handlers.count_errors)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", handlers.chat_completions),
+            web.post("/v1/completions", handlers.completions),
+            web.get("/v1/models", handlers.models),
+            web.post("/tokenize", handlers.tokenize),
+            web.post("/detokenize", handlers.detokenize),
+            web.get("/load", handlers.load),
+            web.post("/reset_prefix_cache", handlers.reset_prefix_cache),
+            web.get("/metrics", handlers.metrics),
+            web.get("/health", handlers.health),
+            web.get("/ready", handlers.ready),
+        ]
+    )
+    return app

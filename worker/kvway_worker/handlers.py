@@ -1,0 +1,182 @@
+"""The endpoints. Whatever is refused is raised, and written by the shared error middleware."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Final, Protocol
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from kvway_core.api import ModelCard, ModelList, encode
+from kvway_core.errors import KvwayError
+from kvway_core.metrics import CONTENT_TYPE, render
+from kvway_core.web import Handler, json_response, read_body
+from kvway_worker import jobs
+from kvway_worker.answering import answer_in_events, answer_whole
+from kvway_worker.generation import Generator
+from kvway_worker.jobs import Job, ServedModel
+from kvway_worker.shapes import ChatShape, CompletionShape
+from kvway_worker.state import WORKER
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+_CLIENT_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_HEALTHY: Final = frozenset({"ready", "draining"})
+
+_log = structlog.get_logger(__name__)
+
+
+class _ReadJob(Protocol):
+    """Makes a job of a body."""
+
+    def __call__(self, body: bytes, model: ServedModel, *, arrival_s: float) -> Job: ...
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/chat/completions."""
+    return await _generate(request, jobs.chat_job, ChatShape)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/completions."""
+    return await _generate(request, jobs.completion_job, CompletionShape)
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    """POST /tokenize."""
+    return await _convert(request, jobs.tokenize)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    """POST /detokenize."""
+    return await _convert(request, jobs.detokenize)
+
+
+async def models(request: web.Request) -> web.Response:
+    """GET /v1/models."""
+    model, _ = request.app[WORKER].loaded()
+    card = ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
+    return json_response(encode(ModelList(data=[card])))
+
+
+async def load(request: web.Request) -> web.Response:
+    """GET /load: always 200, so that a router sees the state."""
+    return json_response(encode(request.app[WORKER].load_report()))
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """POST /reset_prefix_cache: false, and nothing is forgotten, while a request holds blocks."""
+    _, engine = request.app[WORKER].loaded()
+    return web.json_response({"success": await engine.reset_prefix_cache()})
+
+
+async def health(request: web.Request) -> web.Response:
+    """GET /health: 200 while the process does its work, also while it drains."""
+    state = request.app[WORKER].state
+    return web.json_response({"status": state}, status=200 if state in _HEALTHY else 503)
+
+
+async def ready(request: web.Request) -> web.Response:
+    """GET /ready: 200 while new requests are taken."""
+    state = request.app[WORKER].state
+    return web.json_response({"status": state}, status=200 if state == "ready" else 503)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics, in Prometheus' text format."""
+    body = render(request.app[WORKER].metrics.registry)
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+@web.middleware
+async def count_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count each answer with an error status."""
+    response = await handler(request)
+    if response.status >= 400:
+        request.app[WORKER].metrics.http_error(response.status)
+    return response
+
+
+async def _generate(
+    request: web.Request, read_job: _ReadJob, shape_type: type[ChatShape | CompletionShape]
+) -> web.StreamResponse:
+    worker = request.app[WORKER]
+    arrival_s = worker.clock.monotonic()
+    with worker.request() as (model, generator):
+        body = await _read(request)
+        job = await worker.executor.run(partial(read_job, body, model, arrival_s=arrival_s))
+        shape = shape_type(
+            request_id=job.request_id,
+            created=int(worker.clock.time()),
+            model=model.name,
+            fingerprint=model.fingerprint,
+            include_usage=job.include_usage,
+        )
+        return await _answer(request, job, shape, generator)
+
+
+async def _answer(
+    request: web.Request, job: Job, shape: ChatShape | CompletionShape, generator: Generator
+) -> web.StreamResponse:
+    """Answer a job and log how it ended: one line, whatever happened."""
+    worker = request.app[WORKER]
+    headers = {REQUEST_ID_HEADER: _request_id(request, job)}
+    outcome = "client_disconnected"
+    failure: KvwayError | None = None
+    response: web.StreamResponse
+    try:
+        if job.stream:
+            response, failure = await answer_in_events(
+                job, shape, generator, request=request, headers=headers
+            )
+        else:
+            response = await answer_whole(job, shape, generator, headers=headers)
+    except KvwayError as exc:
+        outcome = exc.code
+        raise
+    else:
+        outcome = "ok"
+        if failure is not None:
+            outcome = failure.code
+            worker.metrics.stream_broke(failure.code)
+        return response
+    finally:
+        _log.info(
+            "request_finished",
+            request_id=headers[REQUEST_ID_HEADER],
+            id=job.request_id,
+            path=request.path,
+            stream=job.stream,
+            outcome=outcome,
+            num_prompts=len(job.sequences),
+            num_prompt_tokens=job.num_prompt_tokens,
+            cached_tokens=sum(seq.cached_tokens or 0 for seq in job.sequences),
+            num_output_tokens=sum(seq.num_output_tokens for seq in job.sequences),
+            duration_s=round(worker.clock.monotonic() - job.sequences[0].arrival_s, 6),
+        )
+
+
+async def _convert(
+    request: web.Request, convert: Callable[[bytes, ServedModel], msgspec.Struct]
+) -> web.Response:
+    worker = request.app[WORKER]
+    with worker.request() as (model, _):
+        body = await _read(request)
+        answer = await worker.executor.run(partial(convert, body, model))
+        return json_response(encode(answer))
+
+
+async def _read(request: web.Request) -> bytes:
+    settings = request.app[WORKER].settings
+    return await read_body(
+        request, limit_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
+    )
+
+
+def _request_id(request: web.Request, job: Job) -> str:
+    """Return the id that the client gave, if it is one; else ours."""
+    given = request.headers.get(REQUEST_ID_HEADER, "")
+    return given if _CLIENT_REQUEST_ID.fullmatch(given) else job.request_id

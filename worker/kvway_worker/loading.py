@@ -1,0 +1,146 @@
+"""Loads what a worker serves. Slow: it runs on a thread while the endpoints answer already."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import structlog
+
+from kvway_core.clock import Clock
+from kvway_core.errors import ConfigError
+from kvway_core.prompts import PromptEncoder
+from kvway_worker.block_pool import BlockPool
+from kvway_worker.engine import Engine
+from kvway_worker.jobs import ServedModel
+from kvway_worker.scheduler import Scheduler
+from kvway_worker.settings import SIM_NUM_BLOCKS, TORCH_KV_CACHE_GIB, WorkerSettings
+from kvway_worker.sim import CostModel, SimEngine
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model, what computes it and what plans its steps. Nothing runs yet."""
+
+    model: ServedModel
+    engine: Engine
+    scheduler: Scheduler
+
+
+def load_model(settings: WorkerSettings, model_dir: Path, *, clock: Clock) -> Loaded:
+    """Load tokenizer and engine from a model's folder.
+
+    Raises:
+        ConfigError: The folder or the settings do not fit together.
+    """
+    encoder = PromptEncoder.load(model_dir)
+    if settings.engine == "sim":
+        engine: Engine = _sim_engine(settings, encoder)
+    else:
+        engine = _torch_engine(settings, model_dir)
+    model = ServedModel(
+        name=settings.name,
+        encoder=encoder,
+        block_size=engine.block_size,
+        max_model_len=_max_model_len(settings, encoder, engine),
+        fingerprint=_fingerprint(settings, model_dir),
+        created=int(clock.time()),
+    )
+    pool = BlockPool(engine.num_blocks, engine.block_size, prefix_caching=settings.prefix_caching)
+    scheduler = Scheduler(
+        pool,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=model.max_model_len,
+        eos_token_ids=encoder.eos_token_ids,
+    )
+    return Loaded(model, engine, scheduler)
+
+
+def _sim_engine(settings: WorkerSettings, encoder: PromptEncoder) -> SimEngine:
+    return SimEngine(
+        num_blocks=settings.num_blocks or SIM_NUM_BLOCKS,
+        block_size=settings.block_size,
+        costs=CostModel(
+            prefill_tokens_per_s=settings.sim_prefill_tokens_per_s,
+            attention_s_per_pair=settings.sim_attention_s_per_pair,
+            step_overhead_s=settings.sim_decode_step_s,
+            decode_s_per_seq=settings.sim_decode_s_per_seq,
+        ),
+        answer_ids=_printable_ids(encoder),
+    )
+
+
+def _torch_engine(settings: WorkerSettings, model_dir: Path) -> Engine:
+    from kvway_worker.torch_engine.engine import TorchEngine
+
+    gib = settings.kv_cache_gib
+    if gib is None and settings.num_blocks is None:
+        gib = TORCH_KV_CACHE_GIB
+    return TorchEngine(
+        model_dir,
+        dtype=settings.dtype,
+        device=settings.device,
+        num_blocks=settings.num_blocks,
+        kv_cache_bytes=None if gib is None else int(gib * 2**30),
+        block_size=settings.block_size,
+        deterministic=settings.deterministic,
+    )
+
+
+def _printable_ids(encoder: PromptEncoder) -> list[int]:
+    """Return ids of the vocabulary's beginning that read as printable ASCII: sim answers' words.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    ids = [
+        token_id
+        for token_id in range(min(encoder.vocab_size, 1024))
+        if (text := encoder.decode([token_id])) and text.isascii() and text.isprintable()
+    ]
+    if not ids:
+        raise ConfigError(["--engine sim: the tokenizer has no printable tokens to answer with"])
+    return ids
+
+
+def _max_model_len(settings: WorkerSettings, encoder: PromptEncoder, engine: Engine) -> int:
+    """Return the context: as configured, else the model's, and never more than the pool holds.
+
+    Raises:
+        ConfigError: More is configured than the model or the pool has.
+    """
+    capacity = engine.num_blocks * engine.block_size
+    limit = encoder.max_model_len
+    asked = settings.max_model_len
+    if asked is not None:
+        if limit is not None and asked > limit:
+            raise ConfigError([f"--max-model-len {asked}: the model's context is {limit} tokens"])
+        if asked > capacity:
+            raise ConfigError(
+                [f"--max-model-len {asked}: the KV blocks hold {capacity} tokens; add blocks"]
+            )
+        return asked
+    if limit is None or limit > capacity:
+        _log.warning("context_limited_by_kv_blocks", max_model_len=capacity, model_context=limit)
+        return capacity
+    return limit
+
+
+def _fingerprint(settings: WorkerSettings, model_dir: Path) -> str:
+    """Return a name for everything that decides the answers, as far as it can be told cheaply."""
+    parts = (
+        version("kvway"),
+        settings.name,
+        settings.engine,
+        settings.dtype,
+        settings.device,
+        str(settings.deterministic),
+        (model_dir / "config.json").read_text(encoding="utf-8"),
+    )
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"kvway-{digest[:12]}"
