@@ -48,7 +48,7 @@ _Headers: TypeAlias = CIMultiDict[str] | CIMultiDictProxy[str]
 
 
 def request_headers(received: _Headers, *, request_id: str) -> CIMultiDict[str]:
-    """Return the headers for the replica: the client's, less what is not the replica's.
+    """Returns the headers for the replica: the client's, less what is not the replica's.
 
     Dropped are hop-by-hop headers (also those that ``Connection`` names), ``Host``,
     ``Content-Length``, ``Accept-Encoding``, ``Expect`` and everything named ``x-kvway-...``. The
@@ -91,7 +91,7 @@ class ReplicaAnswer:
         return self._response.content_type == "text/event-stream"
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body's bytes as they arrive; nothing is read ahead of a slow consumer.
+        """Yields the body's bytes as they arrive; nothing is read ahead of a slow consumer.
 
         Raises:
             StreamBroken: The connection ended before the body did.
@@ -107,13 +107,19 @@ class ReplicaAnswer:
             yield chunk
 
     async def read(self, *, limit_bytes: int) -> bytes:
-        """Return the body up to its end, or the part of it that first passes `limit_bytes`."""
-        held = bytearray()
+        """Returns the whole body.
+
+        Raises:
+            ProtocolError: It is longer than `limit_bytes`, or as for `chunks`.
+            StreamBroken: As for `chunks`.
+            DeadlineExceeded: As for `chunks`.
+        """
+        body = bytearray()
         async for chunk in self.chunks():
-            held += chunk
-            if len(held) > limit_bytes:
-                break
-        return bytes(held)
+            body += chunk
+            if len(body) > limit_bytes:
+                raise ProtocolError(f"The replica's answer is longer than {limit_bytes} bytes.")
+        return bytes(body)
 
 
 class ReplicaClient:
@@ -124,7 +130,7 @@ class ReplicaClient:
     """
 
     def __init__(self, *, connect_timeout_s: float, read_timeout_s: float) -> None:
-        """Set the limits of every attempt.
+        """Sets the limits of every attempt.
 
         Args:
             connect_timeout_s: A connection takes at most this long.
@@ -137,13 +143,13 @@ class ReplicaClient:
         self._fresh: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        """Open the pool."""
+        """Opens the pool."""
         self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_IDLE_S))
         self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True))
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close every connection."""
+        """Closes every connection."""
         for session in (self._pooled, self._fresh):
             if session is not None:
                 await session.close()
@@ -163,7 +169,7 @@ class ReplicaClient:
     async def attempt(
         self, url: str, *, headers: Mapping[str, str], body: bytes
     ) -> AsyncIterator[ReplicaAnswer]:
-        """Post `body` to `url` and give the answer once its head is there.
+        """Posts `body` to `url` and gives the answer once its head is there.
 
         A pooled connection that the replica had already closed costs nothing but a new one: when a
         reused connection breaks before the first byte of an answer, the request is sent once more.
@@ -219,7 +225,7 @@ def _note_reuse() -> aiohttp.TraceConfig:
 
 @contextmanager
 def _replica_at_fault() -> Iterator[None]:
-    """Turn what the HTTP library raises while talking to a replica into the error it means."""
+    """Turns what the HTTP library raises while talking to a replica into the error it means."""
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
@@ -255,43 +261,49 @@ _decode_usage = msgspec.json.Decoder(_WithUsage).decode
 class CachedTokens:
     """Finds how many prompt tokens the engine had cached, in an answer that passes by.
 
-    It reads the ``x-kvway-cached-tokens`` header, else the ``usage`` of a JSON body or of the
-    last event of a stream that has one. It holds the last 8 KiB of a stream at most.
+    It reads the ``x-kvway-cached-tokens`` header, else the ``usage`` of a JSON body or of the last
+    event of a stream that has one. Of a stream it holds the last 8 KiB, of a body up to 1 MiB: in
+    a longer one nothing is found.
     """
 
-    _KEEP_BYTES: Final = 8192
+    _TAIL_BYTES: Final = 8 * 1024
+    _BODY_BYTES: Final = 1024 * 1024
 
-    def __init__(self, headers: CIMultiDict[str]) -> None:
-        """Look at the answer's `headers`."""
+    def __init__(self, headers: CIMultiDict[str], *, is_event_stream: bool) -> None:
+        """Looks at the answer's `headers`."""
         header = headers.get("x-kvway-cached-tokens", "")
         self._header = int(header) if header.isascii() and header.isdigit() else None
-        self._tail = bytearray()
+        self._is_event_stream = is_event_stream
+        self._kept = bytearray()
+        self._too_long = False
 
     def push(self, chunk: bytes) -> None:
-        """Look at the next bytes of an event stream."""
-        if self._header is not None:
+        """Looks at the next bytes."""
+        if self._header is not None or self._too_long:
             return
-        self._tail += chunk
-        if len(self._tail) > 2 * self._KEEP_BYTES:
-            del self._tail[: -self._KEEP_BYTES]
+        self._kept += chunk
+        if self._is_event_stream:
+            if len(self._kept) > 2 * self._TAIL_BYTES:
+                del self._kept[: -self._TAIL_BYTES]
+        elif len(self._kept) > self._BODY_BYTES:
+            self._too_long = True
+            self._kept.clear()
 
-    def in_stream(self) -> int | None:
-        """Return what the event stream reported, None when it did not."""
+    def value(self) -> int | None:
+        """Returns what was reported; None when nothing was."""
         if self._header is not None:
             return self._header
-        for line in reversed(bytes(self._tail[-self._KEEP_BYTES :]).splitlines()):
+        if not self._is_event_stream:
+            return _cached_in(self._kept)
+        for line in reversed(self._kept.splitlines()):
             if line.startswith(b"data:"):
                 cached = _cached_in(line.removeprefix(b"data:"))
                 if cached is not None:
                     return cached
         return None
 
-    def in_body(self, body: bytes) -> int | None:
-        """Return what a JSON body reported, None when it did not."""
-        return self._header if self._header is not None else _cached_in(body)
 
-
-def _cached_in(payload: bytes) -> int | None:
+def _cached_in(payload: bytes | bytearray) -> int | None:
     try:
         usage = _decode_usage(payload).usage
     except (msgspec.MsgspecError, RecursionError):

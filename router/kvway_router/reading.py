@@ -1,7 +1,7 @@
 """From a request body to what the router must know about it: pure CPU work, kept off the loop.
 
-`read_request` is a plain function of the body; `ReaderPool` runs it in a few threads with a bounded
-queue before them, so that one long prompt delays neither the streams of others nor the probes.
+`read_request` is a plain function of the body; `ReaderPool` runs it in a few threads with a
+bounded line before them, so that one long prompt delays neither others' streams nor the probes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from kvway_core.strict_json import top_level_fields
 _Result = TypeVar("_Result")
 
 STRIPPED_FIELDS: Final = frozenset({"cache_salt"})
-"""Fields of a body that never reach a replica: who shares whose cache is not the client's choice."""
+"""Fields of a body that never reach a replica: who shares a cache is not the client's choice."""
+
+EXPECTED_OUTPUT_TOKENS: Final = 256
+"""Longest answer that the choice reckons with: clients allow far more than most answers take."""
 
 
 class Route(Enum):
@@ -43,6 +46,7 @@ class ReadRequest:
         stream: Whether the client asked for an event stream.
         num_prompts: Prompts in the request; all but the first count as work only.
         num_tokens: Prompt tokens of all prompts together.
+        num_output_tokens: Output to reckon with: what the client allows, within reason.
         hashes: Event hash of each full block of the first prompt.
         body: The bytes for the replica: the client's own unless a field had to be stripped.
     """
@@ -51,8 +55,14 @@ class ReadRequest:
     stream: bool
     num_prompts: int
     num_tokens: int
+    num_output_tokens: int
     hashes: tuple[int, ...]
     body: bytes
+
+    @property
+    def prefix_key(self) -> bytes:
+        """Names the beginning of the first prompt; empty when it has no full block."""
+        return self.hashes[0].to_bytes(8, "big") if self.hashes else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +83,7 @@ class ServedModel:
 def read_request(
     body: bytes, *, route: Route, model: ServedModel, max_model_len: int | None
 ) -> ReadRequest:
-    """Decode, check, tokenize and hash one request.
+    """Decodes, checks, tokenizes and hashes one request.
 
     Args:
         body: As the client sent it.
@@ -106,9 +116,16 @@ def read_request(
         stream=bool(request.stream),
         num_prompts=len(prompts),
         num_tokens=sum(len(prompt) for prompt in prompts),
+        num_output_tokens=_expected_output(request) * len(prompts),
         hashes=tuple(event_hash(block) for block in chain),
         body=strip_fields(body),
     )
+
+
+def _expected_output(request: ChatRequest | CompletionRequest) -> int:
+    allowed = request.max_output_tokens
+    length = EXPECTED_OUTPUT_TOKENS if allowed is None else min(allowed, EXPECTED_OUTPUT_TOKENS)
+    return length * request.num_choices
 
 
 def _encode(request: ChatRequest | CompletionRequest, encoder: PromptEncoder) -> list[list[int]]:
@@ -121,7 +138,7 @@ def _encode(request: ChatRequest | CompletionRequest, encoder: PromptEncoder) ->
 
 
 def strip_fields(body: bytes) -> bytes:
-    """Return `body` without `STRIPPED_FIELDS`; the very same bytes when it has none of them.
+    """Returns `body` without `STRIPPED_FIELDS`; the very same bytes when it has none of them.
 
     The fields that stay keep their order and their spelling.
     """
@@ -136,11 +153,11 @@ def strip_fields(body: bytes) -> bytes:
 class ReaderPool:
     """A few threads for CPU work, and a bounded line in front of them.
 
-    The line is kept by the loop and not by the executor: who gives up waiting leaves nothing behind.
+    The loop keeps the line, not the executor: who gives up waiting leaves nothing behind.
     """
 
     def __init__(self, *, num_threads: int, max_waiting: int) -> None:
-        """Make a pool; its threads start with the first work."""
+        """Makes a pool; its threads start with the first work."""
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvway-reader")
         self._free = asyncio.Semaphore(num_threads)
         self._max_waiting = max_waiting
@@ -152,7 +169,7 @@ class ReaderPool:
         return self._num_waiting
 
     async def run(self, work: Callable[[], _Result]) -> _Result:
-        """Run `work` in a thread and return its result, or raise what it raised.
+        """Runs `work` in a thread and returns its result, or raises what it raised.
 
         Raises:
             Overloaded: The line is full.
@@ -169,5 +186,5 @@ class ReaderPool:
         return await asyncio.shield(future)
 
     def close(self) -> None:
-        """Let the threads end after the work they have."""
+        """Lets the threads end after the work they have."""
         self._executor.shutdown(wait=False, cancel_futures=True)

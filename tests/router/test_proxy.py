@@ -207,12 +207,19 @@ USAGE = b'{"choices":[],"usage":{"prompt_tokens":9,"prompt_tokens_details":{"cac
 def test_cached_tokens_of_a_stream(
     expected: int | None, headers: dict[str, str], chunks: list[bytes]
 ) -> None:
-    seen = CachedTokens(CIMultiDict(headers))
+    seen = CachedTokens(CIMultiDict(headers), is_event_stream=True)
     for chunk in chunks:
         seen.push(chunk)
-    assert seen.in_stream() == expected
+    assert seen.value() == expected
 
 
-@pytest.mark.parametrize(("expected", "body"), [(7, USAGE), (None, b"{}"), (None, b"[" * 9999)])
+@pytest.mark.parametrize(
+    ("expected", "body"),
+    [(7, USAGE), (None, b"{}"), (None, b"[" * 9999), (None, b" " * (1 << 20) + USAGE)],
+    ids=["usage", "none", "junk", "too long"],
+)
 def test_cached_tokens_of_a_body(expected: int | None, body: bytes) -> None:
-    assert CachedTokens(CIMultiDict()).in_body(body) == expected
+    seen = CachedTokens(CIMultiDict(), is_event_stream=False)
+    seen.push(body[:10])
+    seen.push(body[10:])
+    assert seen.value() == expected

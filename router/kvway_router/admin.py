@@ -1,0 +1,91 @@
+"""The admin listener: what was decided and why, who the replicas are, and the page.
+
+It is a listener of its own, so that no path on the API listener leads here.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Final
+
+import msgspec
+from aiohttp import web
+
+from kvway_core.errors import InvalidRequest, NotFound
+from kvway_core.web import json_response
+from kvway_router.decisions import DecisionStore, DecisionSummary, summarize
+from kvway_router.fleet import Fleet
+
+_DEFAULT_LIMIT: Final = 50
+_PAGE_FILES: Final = {
+    "/": ("index.html", "text/html"),
+    "/app.js": ("app.js", "text/javascript"),
+    "/style.css": ("style.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_PAGE_HEADERS: Final = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class DecisionList(msgspec.Struct, frozen=True):
+    """The latest decisions, the newest first."""
+
+    decisions: list[DecisionSummary]
+
+
+class AdminHandlers:
+    """The routes that only the admin listener has."""
+
+    def __init__(self, *, decisions: DecisionStore, fleet: Fleet) -> None:
+        """Takes what is shown, and reads the files of the page."""
+        self._decisions = decisions
+        self._fleet = fleet
+        folder = resources.files("kvway_router") / "ui"
+        self._page = {
+            path: ((folder / name).read_bytes(), content_type)
+            for path, (name, content_type) in _PAGE_FILES.items()
+        }
+
+    def routes(self) -> list[web.RouteDef]:
+        """Returns the routes."""
+        return [
+            web.get("/admin/decisions", self.list_decisions, allow_head=False),
+            web.get("/admin/decisions/{id}", self.decision, allow_head=False),
+            web.get("/admin/replicas", self.replicas, allow_head=False),
+            *(web.get(path, self.page, allow_head=False) for path in _PAGE_FILES),
+        ]
+
+    async def list_decisions(self, request: web.Request) -> web.Response:
+        """``GET /admin/decisions?limit=N``."""
+        text = request.query.get("limit", str(_DEFAULT_LIMIT))
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
+            raise InvalidRequest("limit must be a whole number from 1 on.", param="limit")
+        latest = self._decisions.latest(int(text))
+        return json_response(
+            msgspec.json.encode(DecisionList([summarize(record) for record in latest]))
+        )
+
+    async def decision(self, request: web.Request) -> web.Response:
+        """``GET /admin/decisions/{id}``."""
+        record = self._decisions.get(request.match_info["id"])
+        if record is None:
+            raise NotFound("No decision of this id is remembered.", param="id")
+        return json_response(msgspec.json.encode(record))
+
+    async def replicas(self, _request: web.Request) -> web.Response:
+        """``GET /admin/replicas``."""
+        return json_response(msgspec.json.encode(self._fleet.view()))
+
+    async def page(self, request: web.Request) -> web.Response:
+        """``GET /`` and the files of the page."""
+        body, content_type = self._page[request.path]
+        return web.Response(
+            body=body, content_type=content_type, charset="utf-8", headers=_PAGE_HEADERS
+        )

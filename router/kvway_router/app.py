@@ -1,0 +1,207 @@
+"""Builds a router from its settings, serves it until it is asked to stop, and drains it."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final, Self
+
+import structlog
+from aiohttp import web
+
+from kvway_core.blocks import Namespace
+from kvway_core.clock import Clock, SystemClock
+from kvway_core.lifecycle import Supervisor, start_site, write_ready_file
+from kvway_core.metrics import new_registry
+from kvway_core.prompts import PromptEncoder
+from kvway_core.web import make_runner, new_app
+from kvway_router.admin import AdminHandlers
+from kvway_router.decisions import DecisionStore
+from kvway_router.discovery import Discovery, DnsName
+from kvway_router.dispatch import Dispatcher
+from kvway_router.fleet import Fleet, Traffic
+from kvway_router.handlers import ApiHandlers, add_request_id
+from kvway_router.index import BlockIndex
+from kvway_router.ledger import Ledger
+from kvway_router.metrics import FleetCollector, RouterMetrics
+from kvway_router.policy import PolicyParams
+from kvway_router.proxy import ReplicaClient
+from kvway_router.reading import ReaderPool, ServedModel
+from kvway_router.replica import ReplicaOptions
+from kvway_router.replicas import ReplicaSet
+from kvway_router.settings import RouterSettings
+from kvway_router.trips import TripLog
+
+_MAX_ADMIN_BODY_BYTES: Final = 1024
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a router listens."""
+
+    api: str
+    admin: str
+
+
+class Router:
+    """All parts of one router, put together; serves while it is open as a context manager.
+
+    Args:
+        settings: Its options.
+        name: Served model name.
+        encoder: Tokenizer and chat template of the model.
+        supervisor: Owner of the tasks that watch and find replicas.
+        clock: Tells the time.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        name: str,
+        encoder: PromptEncoder,
+        supervisor: Supervisor,
+        clock: Clock,
+    ) -> None:
+        """Puts the parts together; nothing is opened yet."""
+        self._settings = settings
+        self._supervisor = supervisor
+        params = PolicyParams()
+        model = ServedModel(
+            name=name, encoder=encoder, namespace=Namespace(name, settings.block_size)
+        )
+        index = BlockIndex(
+            max_blocks_per_replica=settings.max_replica_blocks,
+            max_blocks_total=settings.max_index_blocks,
+        )
+        ledger = Ledger(clock=clock, params=params)
+        self.replicas = ReplicaSet(
+            index=index,
+            ledger=ledger,
+            clock=clock,
+            model=name,
+            block_size=settings.block_size,
+            options=ReplicaOptions(
+                interval_s=settings.probe_interval_s, timeout_s=settings.probe_timeout_s
+            ),
+        )
+        self._discovery = Discovery(
+            settings.replica,
+            [DnsName.parse(text) for text in settings.replica_dns],
+            on_change=self.replicas.set_replicas,
+        )
+        self._readers = ReaderPool(
+            num_threads=settings.reader_threads, max_waiting=settings.max_waiting_prompts
+        )
+        self._client = ReplicaClient(
+            connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
+        )
+        traffic = Traffic()
+        fleet = Fleet(
+            model=name, replicas=self.replicas, index=index, ledger=ledger, traffic=traffic
+        )
+        self.decisions = DecisionStore(max_records=settings.max_decisions)
+        metrics = RouterMetrics(new_registry("router", version=version("kvway")))
+        self.dispatcher = Dispatcher(
+            model=model,
+            replicas=self.replicas,
+            index=index,
+            ledger=ledger,
+            readers=self._readers,
+            client=self._client,
+            trips=TripLog(
+                decisions=self.decisions, traffic=traffic, observe=metrics.observe, clock=clock
+            ),
+            params=params,
+            max_attempts=settings.max_attempts,
+        )
+        metrics.registry.register(
+            FleetCollector(fleet=fleet, readers=self._readers, running=self.dispatcher.running)
+        )
+        api = ApiHandlers(
+            dispatcher=self.dispatcher,
+            replicas=self.replicas,
+            metrics=metrics,
+            model=name,
+            created_s=int(clock.time()),
+            max_body_bytes=settings.max_body_bytes,
+            body_timeout_s=settings.body_timeout_s,
+        )
+        self._api = _runner(api.routes(), max_body_bytes=settings.max_body_bytes)
+        admin = AdminHandlers(decisions=self.decisions, fleet=fleet)
+        self._admin = _runner(
+            [*admin.routes(), *api.probes()], max_body_bytes=_MAX_ADMIN_BODY_BYTES
+        )
+        self._open = AsyncExitStack()
+        self.addresses = Addresses(api="", admin="")
+
+    async def __aenter__(self) -> Self:
+        """Finds and watches replicas, and listens.
+
+        Raises:
+            ConfigError: A port is taken, or an address is not one of this machine.
+        """
+        async with AsyncExitStack() as opening:
+            opening.callback(self._readers.close)
+            await opening.enter_async_context(self._client)
+            opening.push_async_callback(self._api.cleanup)
+            opening.push_async_callback(self._admin.cleanup)
+            settings = self._settings
+            api_port = await start_site(self._api, settings.host, settings.port)
+            admin_port = await start_site(self._admin, settings.admin_host, settings.admin_port)
+            self.addresses = Addresses(
+                api=_url(settings.host, api_port), admin=_url(settings.admin_host, admin_port)
+            )
+            _ = self._supervisor.spawn("replicas", self.replicas.run())
+            _ = self._supervisor.spawn("discovery", self._discovery.run())
+            self._open = opening.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Closes the listeners and every connection."""
+        await self._open.aclose()
+
+    async def drain(self) -> None:
+        """Takes nothing new and lets what runs end, for as long as the settings say."""
+        await self.dispatcher.running.drain(timeout_s=self._settings.drain_timeout_s)
+
+
+async def serve(
+    settings: RouterSettings, *, name: str, encoder: PromptEncoder, supervisor: Supervisor
+) -> None:
+    """Runs a router until the process is asked to stop.
+
+    Raises:
+        ConfigError: It cannot listen, or the ready file cannot be written.
+    """
+    router = Router(
+        settings, name=name, encoder=encoder, supervisor=supervisor, clock=SystemClock()
+    )
+    async with router:
+        addresses = router.addresses
+        if settings.ready_file is not None:
+            _write_ready(settings.ready_file, addresses)
+        _log.info("router_started", model=name, api=addresses.api, admin=addresses.admin)
+        await supervisor.wait_for_stop()
+        _log.info("drain_started", running=router.dispatcher.running.num_running)
+        await router.drain()
+        _log.info("drain_finished")
+
+
+def _write_ready(path: Path, addresses: Addresses) -> None:
+    write_ready_file(path, {"api": addresses.api, "admin": addresses.admin})
+
+
+def _runner(routes: list[web.RouteDef], *, max_body_bytes: int) -> web.AppRunner:
+    app = new_app()
+    app.add_routes(routes)
+    app.on_response_prepare.append(add_request_id)
+    return make_runner(app, max_body_bytes=max_body_bytes)
+
+
+def _url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,48 @@
+"""`kvway router`: reads the settings and the model's tokenizer, then serves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+from kvway_core import logs
+from kvway_core.cli import Command
+from kvway_core.config import load
+from kvway_core.errors import ConfigError
+from kvway_core.lifecycle import run as run_supervised
+from kvway_core.models import find_model, served_model_name
+from kvway_core.prompts import PromptEncoder
+from kvway_router.settings import RouterSettings
+
+SUMMARY: Final = "send each request to the replica that holds most of its prompt"
+DESCRIPTION: Final = (
+    "Sends each OpenAI request to the replica that already holds the longest part of its prompt, "
+    "weighed against how busy each one is, and says why."
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs a router until it is stopped; returns the exit code.
+
+    Raises:
+        ConfigError: It cannot start as configured.
+    """
+    settings = load(
+        RouterSettings, argv, env=os.environ, prog="kvway router", description=DESCRIPTION
+    ).config
+    if settings.model is None:
+        raise ConfigError(["no model: give --model PATH_OR_ID"])
+    encoder = PromptEncoder.load(find_model(settings.model, os.environ))
+    name = settings.served_model_name or served_model_name(settings.model)
+    logs.setup(settings.log_level, json=_JSON[settings.log_format])
+    from kvway_router.app import serve  # the web server is not needed for --help
+
+    return run_supervised(
+        lambda supervisor: serve(settings, name=name, encoder=encoder, supervisor=supervisor)
+    )
+
+
+_JSON: Final[Mapping[str, bool | Literal["auto"]]] = {"auto": "auto", "json": True, "text": False}
+
+COMMAND = Command(name="router", summary=SUMMARY, run=run)

@@ -1,0 +1,332 @@
+"""A request, phase by phase: the page to read first.
+
+    client --> 1 read      body -> tokens -> block hashes           reading.py   (in a thread)
+               2 choose    who holds how much, who is how busy      index.py, ledger.py, policy.py
+               3 charge    count the work, expect the blocks        ledger.py, index.py
+               4 attempt   send it, wait for the first bytes        proxy.py
+                   |           failed before the client saw a byte?
+                   |           take 3 back, leave that replica out, and choose again (2)
+               5 relay     bytes as they come, at the client's pace
+    client <-- 6 settle    on every path, once: release, record, count, one line of log
+
+Phases 2 and 3 are one step of the event loop without an await: two requests that arrive together
+see each other, so a burst of siblings meets at one replica.
+
+A retry is only possible while nothing was sent to the client, and never at the same replica. An
+answer is held back until its end (up to `HOLD_BYTES`), an event stream until its first bytes; so a
+replica that dies before that costs the client nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+from multidict import CIMultiDict
+
+from kvway_core.errors import (
+    DeadlineExceeded,
+    KvwayError,
+    NoReplicaAvailable,
+    ReplicaError,
+    ReplicaRejected,
+)
+from kvway_router.index import BlockIndex, Speculation
+from kvway_router.ledger import Charge, Ledger
+from kvway_router.policy import Decision, PolicyParams, Prompt, choose
+from kvway_router.proxy import CachedTokens, ReplicaAnswer, ReplicaClient, request_headers
+from kvway_router.reading import ReaderPool, ReadRequest, Route, ServedModel, read_request
+from kvway_router.replicas import ReplicaSet
+from kvway_router.running import RunningRequests
+from kvway_router.trips import Trip, TripLog
+
+HOLD_BYTES: Final = 1024 * 1024
+"""Most bytes of a whole answer that are held back from the client, in favour of a retry."""
+
+RETRIED_STATUSES: Final = frozenset({429, 500, 502, 503, 504})
+"""Answers that another replica may do better; any other is the client's to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request as it came in.
+
+    Attributes:
+        request_id: Names it everywhere, 32 hex digits made by the router.
+        route: Where it was sent.
+        headers: The client's headers.
+    """
+
+    request_id: str
+    route: Route
+    headers: CIMultiDict[str]
+
+
+class Downstream(Protocol):
+    """The client's side of one request. Every method may be cancelled: the client left."""
+
+    @property
+    def started(self) -> bool:
+        """Whether the client has been sent anything."""
+        ...
+
+    async def body(self) -> bytes:
+        """Returns the whole body of the request.
+
+        Raises:
+            RequestError: It is too long, too slow, or encoded.
+        """
+        ...
+
+    async def start(self, status: int, headers: CIMultiDict[str]) -> None:
+        """Sends the head of the answer."""
+        ...
+
+    async def write(self, chunk: bytes) -> None:
+        """Sends bytes of the body, and waits while the client reads too slowly.
+
+        Raises:
+            ClientDisconnected: Nobody is there any more.
+        """
+        ...
+
+    async def end(self) -> None:
+        """Ends the body."""
+        ...
+
+    async def break_off(self, error: KvwayError, *, event_stream: bool) -> None:
+        """Ends a started answer so that it cannot pass for a whole one.
+
+        An event stream gets `error` as its last event, and no ``[DONE]``.
+        """
+        ...
+
+
+class _Rejected(ReplicaRejected):
+    """A whole answer that is worth a try elsewhere, kept in case there is nobody else."""
+
+    def __init__(self, answer: ReplicaAnswer, body: bytes) -> None:
+        super().__init__(f"The replica answered with status {answer.status}.")
+        self.status = answer.status
+        self.headers = answer.headers
+        self.body = body
+
+
+class Dispatcher:
+    """Takes every request through its phases.
+
+    Args:
+        model: What is served.
+        replicas: Who there is.
+        index: Who holds which blocks.
+        ledger: Who is how busy.
+        readers: Threads for phase 1.
+        client: The way to replicas.
+        trips: Where the story of each request goes.
+        params: The constants of the choice.
+        max_attempts: Replicas that one request is tried at, at most.
+    """
+
+    def __init__(  # noqa: PLR0913  it is where all parts meet
+        self,
+        *,
+        model: ServedModel,
+        replicas: ReplicaSet,
+        index: BlockIndex,
+        ledger: Ledger,
+        readers: ReaderPool,
+        client: ReplicaClient,
+        trips: TripLog,
+        params: PolicyParams,
+        max_attempts: int,
+    ) -> None:
+        """Starts with nothing in flight."""
+        self._model = model
+        self._replicas = replicas
+        self._index = index
+        self._ledger = ledger
+        self._readers = readers
+        self._client = client
+        self._trips = trips
+        self._params = params
+        self._max_attempts = max_attempts
+        self.running = RunningRequests()
+
+    async def dispatch(self, call: Call, downstream: Downstream) -> None:
+        """Answers one request.
+
+        Raises:
+            KvwayError: It failed before the client was sent anything; the caller says so. What
+                fails later is told to the client here.
+        """
+        with self.running.entry(), self._trips.trip(call.request_id, call.route) as trip:
+            try:
+                async with self.running.breakable():
+                    await self._serve(call, downstream, trip=trip)
+            except KvwayError as exc:
+                trip.failed(exc)
+                if not downstream.started:
+                    raise
+                await downstream.break_off(exc, event_stream=trip.is_event_stream)
+
+    def max_model_len(self) -> int | None:
+        """Returns the shortest context of the replicas that are ready, else the model's own."""
+        reports = [replica.report for replica in self._replicas.usable()]
+        lengths = [report.max_model_len for report in reports if report is not None]
+        return min(lengths, default=self._model.encoder.max_model_len)
+
+    # -- the phases -----------------------------------------------------------------------------
+
+    async def _serve(self, call: Call, downstream: Downstream, *, trip: Trip) -> None:
+        request = await self._read(call.route, await downstream.body())
+        trip.read(request, block_size=self._model.namespace.block_size)
+        tried: frozenset[str] = frozenset()
+        failure: ReplicaError | None = None
+        while len(tried) < self._max_attempts:
+            try:
+                decision = self._choose(request, tried=tried)
+            except NoReplicaAvailable:
+                if failure is None:
+                    raise
+                break
+            trip.chose(decision)
+            try:
+                await self._attempt(call, request, decision, downstream=downstream, trip=trip)
+            except DeadlineExceeded as exc:
+                trip.attempt_failed(exc)
+                raise  # it may still be at work on it: another replica would do it twice
+            except ReplicaError as exc:
+                trip.attempt_failed(exc)
+                self._replicas.report_failure(decision.replica_id, exc)
+                if downstream.started:
+                    raise
+                failure = exc
+                tried |= {decision.replica_id}
+            else:
+                return
+        assert failure is not None  # noqa: S101  the loop ends with a failure or not at all
+        await self._give_up(failure, downstream, trip=trip)
+
+    async def _read(self, route: Route, body: bytes) -> ReadRequest:
+        """Phase 1."""
+        read = partial(
+            read_request,
+            body,
+            route=route,
+            model=self._model,
+            max_model_len=self.max_model_len(),
+        )
+        return await self._readers.run(read)
+
+    def _choose(self, request: ReadRequest, *, tried: frozenset[str]) -> Decision:
+        """Phase 2: pure, and on the loop, so that it sees all that was decided before."""
+        prompt = Prompt(
+            num_tokens=request.num_tokens,
+            block_size=self._model.namespace.block_size,
+            prefix_key=request.prefix_key,
+            num_output_tokens=request.num_output_tokens,
+        )
+        return choose(
+            prompt,
+            self._index.match(request.hashes),
+            loads=self._replicas.loads(exclude=tried),
+            params=self._params,
+            mean_own_s=self._ledger.mean_own_s,
+            retry=bool(tried),
+        )
+
+    async def _attempt(
+        self,
+        call: Call,
+        request: ReadRequest,
+        decision: Decision,
+        *,
+        downstream: Downstream,
+        trip: Trip,
+    ) -> None:
+        """Phases 3 to 5 at one replica; leaves no trace of itself when it fails."""
+        replica = self._replicas.get(decision.replica_id)
+        assert replica is not None  # noqa: S101  chosen from the set in this step of the loop
+        with (
+            self._ledger.charge(decision.chosen) as charge,
+            self._expected(decision, request) as speculation,
+        ):
+            async with self._client.attempt(
+                replica.url + call.route.value,
+                headers=request_headers(call.headers, request_id=call.request_id),
+                body=request.body,
+            ) as answer:
+                if answer.status in RETRIED_STATUSES:
+                    raise _Rejected(answer, await answer.read(limit_bytes=HOLD_BYTES))
+                await self._relay(answer, downstream, charge, speculation, trip=trip)
+
+    @contextmanager
+    def _expected(self, decision: Decision, request: ReadRequest) -> Iterator[Speculation]:
+        """Lists the prompt's blocks at the chosen replica; takes back what was not confirmed."""
+        speculation = self._index.speculate(decision.replica_id, request.hashes)
+        try:
+            yield speculation
+        finally:
+            self._index.rollback(speculation)
+
+    async def _relay(
+        self,
+        answer: ReplicaAnswer,
+        downstream: Downstream,
+        charge: Charge,
+        speculation: Speculation,
+        *,
+        trip: Trip,
+    ) -> None:
+        """Phase 5. Until `start` a failure costs the client nothing."""
+        chunks = answer.chunks()
+        held = await _hold(answer, chunks)
+        if answer.status == 200:
+            self._index.confirm(speculation)
+        trip.answered(answer.status, is_event_stream=answer.is_event_stream)
+        await downstream.start(answer.status, _answer_headers(answer.headers, trip))
+        cached = CachedTokens(answer.headers, is_event_stream=answer.is_event_stream)
+        async for chunk in _chain(held, chunks):
+            if answer.is_event_stream:
+                charge.token()
+            cached.push(chunk)
+            await downstream.write(chunk)
+        await downstream.end()
+        trip.done(cached_tokens=cached.value())
+
+    async def _give_up(self, failure: ReplicaError, downstream: Downstream, *, trip: Trip) -> None:
+        """Passes on the last replica's own answer where it gave one."""
+        if not isinstance(failure, _Rejected):
+            raise failure
+        trip.answered(failure.status, is_event_stream=False)
+        await downstream.start(failure.status, _answer_headers(failure.headers, trip))
+        await downstream.write(failure.body)
+        await downstream.end()
+        trip.done()
+
+
+async def _hold(answer: ReplicaAnswer, chunks: AsyncIterator[bytes]) -> bytes:
+    """Returns the first bytes of an event stream, of any other answer all that fits."""
+    held = bytearray()
+    async for chunk in chunks:
+        held += chunk
+        if answer.is_event_stream or len(held) > HOLD_BYTES:
+            break
+    return bytes(held)
+
+
+async def _chain(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if first:
+        yield first
+    async for chunk in rest:
+        yield chunk
+
+
+def _answer_headers(headers: CIMultiDict[str], trip: Trip) -> CIMultiDict[str]:
+    """Returns the replica's headers with the router's own in place of any of the same name."""
+    merged = headers.copy()
+    merged.update(trip.headers)
+    return merged

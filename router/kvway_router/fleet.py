@@ -1,0 +1,168 @@
+"""What the fleet looks like from here: read by the admin API, the page and the metrics."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+import msgspec
+
+from kvway_router.index import BlockIndex
+from kvway_router.ledger import Ledger
+from kvway_router.replicas import ReplicaSet
+
+_MAX_REPLICAS: Final = 1024
+
+
+class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens since the router started. Cached ÷ prompt tokens is the hit rate.
+
+    Attributes:
+        requests: Requests that got an answer of status 200 to its end.
+        prompt_tokens: Prompt tokens of those whose replica said how many it had cached.
+        cached_tokens: How many it said.
+        matched_tokens: How many the router's index had said.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    matched_tokens: int = 0
+
+    def plus(self, *, prompt_tokens: int, cached_tokens: int, matched_tokens: int) -> TokenCounts:
+        """Returns the counts with one more request."""
+        return TokenCounts(
+            requests=self.requests + 1,
+            prompt_tokens=self.prompt_tokens + prompt_tokens,
+            cached_tokens=self.cached_tokens + cached_tokens,
+            matched_tokens=self.matched_tokens + matched_tokens,
+        )
+
+
+class Traffic:
+    """Token counts of all replicas together and of each of those last seen."""
+
+    def __init__(self) -> None:
+        """Starts with nothing."""
+        self.total = TokenCounts()
+        self._by_replica: OrderedDict[str, TokenCounts] = OrderedDict()
+
+    def add(
+        self, replica_id: str, *, prompt_tokens: int, cached_tokens: int, matched_tokens: int
+    ) -> None:
+        """Counts one answer."""
+        counts = self._by_replica.pop(replica_id, TokenCounts())
+        self._by_replica[replica_id] = counts.plus(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            matched_tokens=matched_tokens,
+        )
+        self.total = self.total.plus(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            matched_tokens=matched_tokens,
+        )
+        while len(self._by_replica) > _MAX_REPLICAS:
+            self._by_replica.popitem(last=False)
+
+    def of(self, replica_id: str) -> TokenCounts:
+        """Returns the counts of a replica."""
+        return self._by_replica.get(replica_id, TokenCounts())
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica now.
+
+    Attributes:
+        replica_id: ``host:port``.
+        url: Its address.
+        state: "starting", "ready", "unhealthy" or "draining".
+        error: Why it is not ready; empty when it is.
+        in_flight: Requests there, as far as known.
+        queued_prefill_s: Prefill work sent and not yet done, seconds.
+        num_prefills: Prefills queued or running.
+        decode_step_s: One decode step now, seconds; 0 when unknown or idle.
+        prefill_tokens_per_s: Its rate; None while unknown.
+        blocks_pinned: KV blocks in use or wanted by its queue.
+        blocks_total: Its KV blocks; None when it does not say.
+        blocks_held: Blocks the index lists for it.
+        fed: Whether its KV events keep the index true now.
+        requests: Answers it has given.
+        prompt_tokens: Of those that reported cached tokens.
+        cached_tokens: What they reported.
+    """
+
+    replica_id: str
+    url: str
+    state: str
+    error: str
+    in_flight: int
+    queued_prefill_s: float
+    num_prefills: int
+    decode_step_s: float
+    prefill_tokens_per_s: float | None
+    blocks_pinned: int
+    blocks_total: int | None
+    blocks_held: int
+    fed: bool
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class FleetView(msgspec.Struct, frozen=True, kw_only=True):
+    """All replicas now, and the tokens of all of them together."""
+
+    model: str
+    replicas: list[ReplicaView]
+    totals: TokenCounts
+
+
+class Fleet:
+    """Puts together what the parts know of each replica."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        replicas: ReplicaSet,
+        index: BlockIndex,
+        ledger: Ledger,
+        traffic: Traffic,
+    ) -> None:
+        """Takes the parts; nothing is copied before someone asks."""
+        self._model = model
+        self._replicas = replicas
+        self._index = index
+        self._ledger = ledger
+        self.traffic = traffic
+
+    def view(self) -> FleetView:
+        """Returns the fleet as it is now."""
+        replicas = self._replicas.all()
+        held = [(replica.id, self._index.num_blocks(replica.id)) for replica in replicas]
+        loads = self._ledger.loads(held)
+        views = []
+        for replica, load in zip(replicas, loads, strict=True):
+            counts = self.traffic.of(replica.id)
+            views.append(
+                ReplicaView(
+                    replica_id=replica.id,
+                    url=replica.url,
+                    state=replica.state.value,
+                    error=replica.error,
+                    in_flight=load.in_flight,
+                    queued_prefill_s=load.queued_prefill_s,
+                    num_prefills=load.num_prefills,
+                    decode_step_s=load.decode_step_s,
+                    prefill_tokens_per_s=load.prefill_tokens_per_s,
+                    blocks_pinned=load.blocks_pinned,
+                    blocks_total=load.blocks_total,
+                    blocks_held=load.blocks_held,
+                    fed=self._replicas.is_fed(replica.id),
+                    requests=counts.requests,
+                    prompt_tokens=counts.prompt_tokens,
+                    cached_tokens=counts.cached_tokens,
+                )
+            )
+        return FleetView(model=self._model, replicas=views, totals=self.traffic.total)

@@ -1,0 +1,194 @@
+"""HTTP on the client's side: the routes of the API listener."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from aiohttp import web
+from multidict import CIMultiDict
+from typing_extensions import override
+
+from kvway_core.api import ModelCard, ModelList, encode, sse
+from kvway_core.errors import ClientDisconnected, KvwayError, error_body
+from kvway_core.metrics import CONTENT_TYPE
+from kvway_core.web import error_response, json_response, read_body
+from kvway_router.dispatch import Call, Dispatcher, Downstream
+from kvway_router.metrics import RouterMetrics
+from kvway_router.reading import Route
+from kvway_router.replicas import ReplicaSet
+
+REQUEST_ID: Final = web.RequestKey("request_id", str)
+_BREAK_OFF_S: Final = 1.0
+_RETRY_LATER: Final = {"Retry-After": "1"}
+
+
+class HttpDownstream(Downstream):
+    """The client's side of a request, over HTTP/1.1."""
+
+    def __init__(
+        self, request: web.Request, *, max_body_bytes: int, body_timeout_s: float
+    ) -> None:
+        """Takes the request; nothing is read or sent yet."""
+        self._request = request
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+        self._response: web.StreamResponse | None = None
+
+    @property
+    @override
+    def started(self) -> bool:
+        return self._response is not None
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """What was sent; there is something once `started`."""
+        if self._response is None:
+            raise RuntimeError("nothing was sent to the client")
+        return self._response
+
+    @override
+    async def body(self) -> bytes:
+        return await read_body(
+            self._request, limit_bytes=self._max_body_bytes, timeout_s=self._body_timeout_s
+        )
+
+    @override
+    async def start(self, status: int, headers: CIMultiDict[str]) -> None:
+        self._response = web.StreamResponse(status=status, headers=headers)
+        with _client_may_leave():
+            await self._response.prepare(self._request)
+
+    @override
+    async def write(self, chunk: bytes) -> None:
+        with _client_may_leave():
+            await self.response.write(chunk)
+
+    @override
+    async def end(self) -> None:
+        with _client_may_leave():
+            await self.response.write_eof()
+
+    @override
+    async def break_off(self, error: KvwayError, *, event_stream: bool) -> None:
+        if event_stream:
+            with suppress(ConnectionError, TimeoutError):  # it left, or it does not read
+                async with asyncio.timeout(_BREAK_OFF_S):
+                    await self.response.write(sse(error_body(error)))
+        transport = self._request.transport
+        if transport is not None:
+            transport.close()  # before the last chunk, which would say that all is well
+
+
+@contextmanager
+def _client_may_leave() -> Iterator[None]:
+    try:
+        yield
+    except ConnectionError as exc:
+        raise ClientDisconnected("The client closed the connection.") from exc
+
+
+class ApiHandlers:
+    """The routes that clients use.
+
+    Args:
+        dispatcher: Answers requests.
+        replicas: Tell whether there is anyone to answer.
+        metrics: What ``/metrics`` shows.
+        model: Served model name.
+        created_s: When the router started, Unix seconds.
+        max_body_bytes: Longest request body.
+        body_timeout_s: Time for a body to arrive.
+    """
+
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        replicas: ReplicaSet,
+        metrics: RouterMetrics,
+        model: str,
+        created_s: int,
+        max_body_bytes: int,
+        body_timeout_s: float,
+    ) -> None:
+        """Takes what the routes need."""
+        self._dispatcher = dispatcher
+        self._replicas = replicas
+        self._metrics = metrics
+        self._model = model
+        self._created_s = created_s
+        self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
+
+    def probes(self) -> list[web.RouteDef]:
+        """Returns the routes that both listeners have."""
+        return [
+            web.get("/health", self.health, allow_head=False),
+            web.get("/ready", self.ready, allow_head=False),
+            web.get("/metrics", self.metrics, allow_head=False),
+        ]
+
+    def routes(self) -> list[web.RouteDef]:
+        """Returns the routes of the API listener."""
+        return [
+            web.post(Route.CHAT.value, self.chat),
+            web.post(Route.COMPLETIONS.value, self.completions),
+            web.get("/v1/models", self.models, allow_head=False),
+            *self.probes(),
+        ]
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/chat/completions``."""
+        return await self._generate(Route.CHAT, request)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """``POST /v1/completions``."""
+        return await self._generate(Route.COMPLETIONS, request)
+
+    async def _generate(self, route: Route, request: web.Request) -> web.StreamResponse:
+        request_id = secrets.token_hex(16)
+        request[REQUEST_ID] = request_id
+        downstream = HttpDownstream(
+            request, max_body_bytes=self._max_body_bytes, body_timeout_s=self._body_timeout_s
+        )
+        call = Call(request_id=request_id, route=route, headers=CIMultiDict(request.headers))
+        try:
+            await self._dispatcher.dispatch(call, downstream)
+        except KvwayError as exc:  # raised only before the client was sent anything
+            return error_response(exc, headers=_RETRY_LATER if exc.http_status == 503 else None)
+        return downstream.response
+
+    async def models(self, _request: web.Request) -> web.Response:
+        """``GET /v1/models``: the one model that is served."""
+        card = ModelCard(
+            id=self._model,
+            created=self._created_s,
+            max_model_len=self._dispatcher.max_model_len(),
+        )
+        return json_response(encode(ModelList(data=[card])))
+
+    async def health(self, _request: web.Request) -> web.Response:
+        """``GET /health``: the process runs and its loop turns."""
+        return json_response(b'{"status":"ok"}')
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        """``GET /ready``: 200 while a request sent now would find a replica."""
+        if self._dispatcher.running.draining:
+            return json_response(b'{"status":"draining"}', status=503)
+        if not self._replicas.usable():
+            return json_response(b'{"status":"no replica is ready"}', status=503)
+        return json_response(b'{"status":"ready"}')
+
+    async def metrics(self, _request: web.Request) -> web.Response:
+        """``GET /metrics``, in the text format of Prometheus."""
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def add_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Puts the request's id on its answer, an error's too; a signal handler of aiohttp."""
+    if isinstance(request, web.Request) and REQUEST_ID in request:
+        response.headers.setdefault("x-kvway-request-id", request[REQUEST_ID])

@@ -1,0 +1,169 @@
+"""Metrics of the router, ``kvway_router_...``: each defined once, in one registry per router.
+
+Labels come from closed sets: routes, statuses, reasons, states, error codes and the replicas that
+are there now. What happened is counted as it happens; what the fleet looks like is read from its
+parts at the moment of the scrape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from typing_extensions import override
+
+from kvway_core.metrics import render
+from kvway_router.fleet import Fleet
+from kvway_router.policy import Reason
+from kvway_router.reading import ReaderPool
+from kvway_router.replica import ReplicaState
+from kvway_router.running import RunningRequests
+from kvway_router.trips import Trip
+
+TTFT_BUCKETS_S: Final = (
+    *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+ERROR_BUCKETS_S: Final = (
+    *(-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01),
+    *(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
+)
+READ_BUCKETS_S: Final = (
+    *(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0),
+)
+
+
+class RouterMetrics:
+    """Counts what happened to requests.
+
+    Args:
+        registry: Where the metrics register; one router per registry.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Registers every metric, so that each is there from the first scrape."""
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvway_router_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"kvway_router_{name}", text, buckets=buckets, registry=registry)
+
+        self.registry = registry
+        self._requests = counter("requests", "Requests by route and status.", "route", "code")
+        self._decisions = counter("decisions", "Choices of a replica by reason.", "reason")
+        self._failed_attempts = counter(
+            "failed_attempts", "Attempts at a replica that failed, by error code.", "error"
+        )
+        self._retries = counter("retries", "Attempts after the first one of a request.")
+        self._disconnects = counter(
+            "client_disconnects", "Clients that left before their answer was complete.", "phase"
+        )
+        self._ttft_s = histogram(
+            "time_to_first_token_seconds",
+            "Arrival to the first byte of a streamed answer, at the router.",
+            TTFT_BUCKETS_S,
+        )
+        self._ttft_error_s = histogram(
+            "ttft_prediction_error_seconds",
+            "Real minus predicted time to first token of a streamed answer.",
+            ERROR_BUCKETS_S,
+        )
+        self._read_s = histogram(
+            "prompt_read_seconds",
+            "Time to decode, tokenize and hash a prompt, with the wait for a thread.",
+            READ_BUCKETS_S,
+        )
+        for reason in Reason:
+            self._decisions.labels(reason.value)
+        for phase in ("before_first_byte", "in_stream"):
+            self._disconnects.labels(phase)
+
+    def observe(self, trip: Trip) -> None:
+        """Counts a request that has ended."""
+        self._requests.labels(trip.route.value, str(trip.status)).inc()
+        if trip.read_s is not None:
+            self._read_s.observe(trip.read_s)
+        if trip.finish == "client_gone":
+            begun = trip.ttft_s is not None
+            self._disconnects.labels("in_stream" if begun else "before_first_byte").inc()
+        record = trip.record
+        if record is None:
+            return
+        for attempt in record.attempts:
+            self._decisions.labels(attempt.reason).inc()
+            if attempt.error is not None:
+                self._failed_attempts.labels(attempt.error).inc()
+        self._retries.inc(len(record.attempts) - 1)
+        if trip.is_event_stream and trip.ttft_s is not None and len(record.attempts) == 1:
+            self._ttft_s.observe(trip.ttft_s)
+            self._ttft_error_s.observe(trip.ttft_s - record.predicted_ttft_s)
+
+    def render(self) -> bytes:
+        """Returns all metrics in the text format of Prometheus."""
+        return render(self.registry)
+
+
+class FleetCollector(Collector):
+    """Reads the fleet when the metrics are asked for."""
+
+    def __init__(self, *, fleet: Fleet, readers: ReaderPool, running: RunningRequests) -> None:
+        """Takes what is read."""
+        self._fleet = fleet
+        self._readers = readers
+        self._running = running
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        view = self._fleet.view()
+        states = dict.fromkeys((state.value for state in ReplicaState), 0)
+        for replica in view.replicas:
+            states[replica.state] += 1
+        by_state = _gauge("replicas", "Replicas by state.", "state")
+        for state, number in states.items():
+            by_state.add_metric([state], number)
+        yield by_state
+
+        in_flight = _gauge("in_flight_requests", "Requests at a replica.", "replica")
+        queued = _gauge(
+            "queued_prefill_seconds", "Prefill work sent to a replica and not done.", "replica"
+        )
+        held = _gauge("index_blocks", "Blocks the index lists for a replica.", "replica")
+        for replica in view.replicas:
+            in_flight.add_metric([replica.replica_id], replica.in_flight)
+            queued.add_metric([replica.replica_id], replica.queued_prefill_s)
+            held.add_metric([replica.replica_id], replica.blocks_held)
+        yield from (in_flight, queued, held)
+
+        prompt = _counter("prompt_tokens", "Prompt tokens of answers that told cached tokens.")
+        cached = _counter("cached_tokens", "Prompt tokens that replicas say they had cached.")
+        matched = _counter("matched_tokens", "The same tokens as the index predicted them.")
+        for replica in view.replicas:
+            counts = self._fleet.traffic.of(replica.replica_id)
+            prompt.add_metric([replica.replica_id], counts.prompt_tokens)
+            cached.add_metric([replica.replica_id], counts.cached_tokens)
+            matched.add_metric([replica.replica_id], counts.matched_tokens)
+        yield from (prompt, cached, matched)
+
+        yield GaugeMetricFamily(
+            "kvway_router_running_requests",
+            "Requests inside the router.",
+            value=self._running.num_running,
+        )
+        yield GaugeMetricFamily(
+            "kvway_router_waiting_prompts",
+            "Prompts waiting for a thread to read them.",
+            value=self._readers.num_waiting,
+        )
+
+
+def _gauge(name: str, text: str, label: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"kvway_router_{name}", text, labels=[label])
+
+
+def _counter(name: str, text: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"kvway_router_{name}", text, labels=["replica"])

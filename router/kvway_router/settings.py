@@ -1,0 +1,136 @@
+"""Every option of `kvway router`: its meaning, unit and default, written once.
+
+Flags, environment variables (``KVWAY_ROUTER_<FIELD>``) and the keys of the TOML file are derived
+from these fields; ``config.example.toml`` shows them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvway_core.blocks import DEFAULT_BLOCK_SIZE
+from kvway_core.config import option
+from kvway_router.discovery import DnsName, ReplicaAddress
+
+_MAX_PORT: Final = 65_535
+_POSITIVE: Final = (
+    "block_size",
+    "max_body_bytes",
+    "max_attempts",
+    "reader_threads",
+    "max_index_blocks",
+    "max_replica_blocks",
+    "body_timeout_s",
+    "connect_timeout_s",
+    "read_timeout_s",
+    "probe_interval_s",
+    "probe_timeout_s",
+)
+_NOT_NEGATIVE: Final = ("max_waiting_prompts", "max_decisions", "drain_timeout_s")
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """What a router needs to know before it starts."""
+
+    model: str | None = option(
+        None,
+        help="model folder, or id of a fetched model, for its tokenizer and chat template",
+        metavar="PATH_OR_ID",
+    )
+    served_model_name: str | None = option(
+        None, help="name clients use; without it the id as given, or the folder's name"
+    )
+    replica: tuple[str, ...] = option((), help="address of a replica", metavar="URL")
+    replica_dns: tuple[str, ...] = option(
+        (),
+        help="name whose every address is a replica, looked up again and again",
+        metavar="HOST:PORT",
+    )
+    host: str = option("127.0.0.1", help="address of the API listener")
+    port: int = option(8080, help="port of the API listener, 0 for any free one")
+    admin_host: str = option("127.0.0.1", help="address of the page and the admin API")
+    admin_port: int = option(8081, help="port of the page and the admin API, 0 for any free one")
+    ready_file: Path | None = option(
+        None, help="file to write once both listeners are up: JSON with api and admin"
+    )
+    block_size: int = option(
+        DEFAULT_BLOCK_SIZE, help="size of the replicas' KV blocks", unit="tokens"
+    )
+    max_replica_blocks: int = option(
+        262_144, help="index entries of a replica that does not tell its capacity", unit="blocks"
+    )
+    max_index_blocks: int = option(
+        2_097_152, help="index entries of all replicas together", unit="blocks"
+    )
+    max_attempts: int = option(3, help="replicas one request is tried at, at most")
+    max_body_bytes: int = option(16 * 1024 * 1024, help="largest request body", unit="bytes")
+    body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")
+    connect_timeout_s: float = option(1.0, help="time to connect to a replica", unit="seconds")
+    read_timeout_s: float = option(
+        600.0, help="longest silence of a replica before or in its answer", unit="seconds"
+    )
+    probe_interval_s: float = option(
+        1.0, help="time between two probes of a replica", unit="seconds"
+    )
+    probe_timeout_s: float = option(
+        1.0, help="time a replica has to answer a probe", unit="seconds"
+    )
+    reader_threads: int = option(2, help="threads that decode, tokenize and hash prompts")
+    max_waiting_prompts: int = option(
+        256, help="prompts that may wait for such a thread; beyond, requests get 503"
+    )
+    max_decisions: int = option(1000, help="decision records that are kept", unit="requests")
+    drain_timeout_s: float = option(
+        30.0, help="time that running requests have to end after SIGTERM", unit="seconds"
+    )
+    log_level: str = option(
+        "info", help="least level that is logged", choices=("debug", "info", "warning", "error")
+    )
+    log_format: str = option(
+        "auto",
+        help="form of a log line; auto is text on a terminal",
+        choices=("auto", "json", "text"),
+    )
+
+    def validate(self) -> Sequence[str]:
+        """Returns every problem of the values as a whole."""
+        return list(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        if self.model is None:
+            yield "no model: give --model PATH_OR_ID, for its tokenizer and chat template"
+        if not self.replica and not self.replica_dns:
+            yield "no replicas: give --replica URL (repeatable) or --replica-dns HOST:PORT"
+        for url in self.replica:
+            yield from _refusal("--replica", url, ReplicaAddress.parse)
+        for name in self.replica_dns:
+            yield from _refusal("--replica-dns", name, DnsName.parse)
+        yield from self._number_problems()
+
+    def _number_problems(self) -> Iterator[str]:
+        for name in ("port", "admin_port"):
+            if not 0 <= getattr(self, name) <= _MAX_PORT:
+                yield f"{_flag(name)} must be 0 to {_MAX_PORT}, got {getattr(self, name)}"
+        if self.port == self.admin_port != 0 and self.host == self.admin_host:
+            yield f"--port and --admin-port are both {self.port}"
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                yield f"{_flag(name)} must be more than 0, got {getattr(self, name)}"
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                yield f"{_flag(name)} must not be negative, got {getattr(self, name)}"
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def _refusal(flag: str, text: str, parse: Callable[[str], object]) -> Iterator[str]:
+    try:
+        parse(text)
+    except ValueError as exc:
+        yield f"{flag}: {exc}"

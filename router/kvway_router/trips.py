@@ -1,0 +1,246 @@
+"""The story of each request: its decision record, its tokens, its one line of log.
+
+Dispatch says what happens as it happens; what is made of it is decided here. No part of it holds
+prompt text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+import structlog
+
+from kvway_core.clock import Clock
+from kvway_core.errors import ClientDisconnected, InternalError, KvwayError, ShuttingDown
+from kvway_router.decisions import AttemptRecord, DecisionRecord, DecisionStore, shown_candidates
+from kvway_router.fleet import Traffic
+from kvway_router.policy import Decision
+from kvway_router.reading import ReadRequest, Route
+
+REQUEST_FINISHED: Final = "request_finished"
+
+_log = structlog.get_logger(__name__)
+
+
+class Trip:
+    """One request from its arrival to its end, as it is told by dispatch.
+
+    Attributes:
+        is_event_stream: Whether the answer is a stream of events, once there is one.
+        ttft_s: From arrival to the first byte of the answer; None before it.
+    """
+
+    def __init__(
+        self, request_id: str, route: Route, *, clock: Clock, decisions: DecisionStore
+    ) -> None:
+        """Begins with the arrival."""
+        self.request_id = request_id
+        self.route = route
+        self.request: ReadRequest | None = None
+        self.record: DecisionRecord | None = None
+        self.is_event_stream = False
+        self.status: int | None = None
+        self.finish = "running"
+        self.error: str | None = None
+        self.read_s: float | None = None
+        self.ttft_s: float | None = None
+        self.cached_tokens: int | None = None
+        self._clock = clock
+        self._decisions = decisions
+        self._arrived_s = clock.monotonic()
+        self._arrived_unix_s = clock.time()
+        self._block_size = 0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Time since arrival."""
+        return self._clock.monotonic() - self._arrived_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the router adds to the head of the answer."""
+        headers = {"x-kvway-request-id": self.request_id}
+        if self.record is not None:
+            headers["x-kvway-replica"] = self.record.replica_id
+            headers["x-kvway-reason"] = (
+                f"{self.record.reason}; {self.record.matched_tokens} of "
+                f"{self.record.prompt_tokens} prompt tokens matched"
+            )
+        return headers
+
+    def read(self, request: ReadRequest, *, block_size: int) -> None:
+        """The prompt is known."""
+        self.request = request
+        self.read_s = self.elapsed_s
+        self._block_size = block_size
+
+    def chose(self, decision: Decision) -> None:
+        """A replica was chosen: the first record, or a newer one after a failed attempt."""
+        assert self.request is not None  # noqa: S101  what is not read cannot be routed
+        attempts = self.record.attempts if self.record is not None else ()
+        attempt = AttemptRecord(replica_id=decision.replica_id, reason=decision.reason.value)
+        chosen = decision.chosen
+        record = DecisionRecord(
+            id=self.request_id,
+            time=self._arrived_unix_s,
+            route=self.route.value,
+            model=self.request.model,
+            stream=self.request.stream,
+            num_prompts=self.request.num_prompts,
+            prompt_tokens=self.request.num_tokens,
+            prompt_blocks=len(self.request.hashes),
+            block_size=self._block_size,
+            replica_id=decision.replica_id,
+            reason=decision.reason.value,
+            detail=decision.detail,
+            price_of_work=decision.price_of_work,
+            matched_tokens=chosen.matched_blocks * self._block_size,
+            predicted_ttft_s=chosen.ttft_s,
+            num_candidates=len(decision.candidates),
+            candidates=shown_candidates(decision),
+            attempts=(*attempts, attempt),
+        )
+        if self.record is None:
+            self._decisions.add(record)
+        else:
+            self._decisions.update(record)
+        self.record = record
+
+    def attempt_failed(self, error: KvwayError) -> None:
+        """The attempt at the chosen replica came to nothing, or broke in the middle."""
+        assert self.record is not None  # noqa: S101  an attempt follows a choice
+        *others, last = self.record.attempts
+        failed = msgspec.structs.replace(last, error=error.code)
+        self.record = msgspec.structs.replace(self.record, attempts=(*others, failed))
+
+    def answered(self, status: int, *, is_event_stream: bool) -> None:
+        """The answer begins to go to the client; from here on there is no retry."""
+        self.status = status
+        self.is_event_stream = is_event_stream
+        self.ttft_s = self.elapsed_s
+
+    def done(self, *, cached_tokens: int | None = None) -> None:
+        """The client has the whole answer."""
+        self.finish = "done"
+        self.cached_tokens = cached_tokens
+
+    def failed(self, error: KvwayError) -> None:
+        """It ends with an error; before the first byte the client gets the error's status."""
+        if isinstance(error, ClientDisconnected):
+            self.client_left()
+            return
+        self.finish = "shut_down" if isinstance(error, ShuttingDown) else "failed"
+        self.error = error.code
+        if self.ttft_s is None:
+            self.status = error.http_status
+
+    def client_left(self) -> None:
+        """The client went away."""
+        self.finish = "client_gone"
+        self.error = ClientDisconnected.code
+        self.status = ClientDisconnected.http_status
+
+    def settle(self) -> None:
+        """Puts the end into the record."""
+        if self.finish == "running":  # left by an exception that nobody foresaw
+            self.failed(InternalError())
+        if self.record is None:
+            return
+        self.record = msgspec.structs.replace(
+            self.record,
+            status=self.status,
+            finish=self.finish,
+            error=self.error,
+            cached_tokens=self.cached_tokens,
+            ttft_s=self.ttft_s,
+            duration_s=self.elapsed_s,
+        )
+        self._decisions.update(self.record)
+
+
+class TripLog:
+    """Gives each request its trip, and writes down how it ended.
+
+    Args:
+        decisions: Where records go.
+        traffic: Where tokens are counted.
+        observe: Told of every request that has ended: the metrics.
+        clock: Tells the time.
+    """
+
+    def __init__(
+        self,
+        *,
+        decisions: DecisionStore,
+        traffic: Traffic,
+        observe: Callable[[Trip], None],
+        clock: Clock,
+    ) -> None:
+        """Takes where the stories go."""
+        self._decisions = decisions
+        self._traffic = traffic
+        self._observe = observe
+        self._clock = clock
+
+    @contextmanager
+    def trip(self, request_id: str, route: Route) -> Iterator[Trip]:
+        """Follows a request; on leaving, whatever the way, its end is written down once."""
+        trip = Trip(request_id, route, clock=self._clock, decisions=self._decisions)
+        try:
+            yield trip
+        except asyncio.CancelledError:
+            trip.client_left()
+            raise
+        finally:
+            trip.settle()
+            self._count_tokens(trip)
+            self._observe(trip)
+            _log_line(trip)
+
+    def _count_tokens(self, trip: Trip) -> None:
+        record = trip.record
+        if record is None or trip.finish != "done" or trip.status != 200:
+            return
+        is_known = trip.cached_tokens is not None
+        self._traffic.add(
+            record.replica_id,
+            prompt_tokens=record.prompt_tokens if is_known else 0,
+            cached_tokens=trip.cached_tokens or 0,
+            matched_tokens=record.matched_tokens if is_known else 0,
+        )
+
+
+def _log_line(trip: Trip) -> None:
+    request, record = trip.request, trip.record
+    fields: dict[str, object] = {
+        "request_id": trip.request_id,
+        "route": trip.route.value,
+        "status": trip.status,
+        "finish": trip.finish,
+        "error": trip.error,
+        "duration_s": round(trip.elapsed_s, 4),
+    }
+    if request is not None:
+        fields |= {
+            "stream": request.stream,
+            "prompt_tokens": request.num_tokens,
+            "read_s": None if trip.read_s is None else round(trip.read_s, 4),
+        }
+    if record is not None:
+        fields |= {
+            "replica": record.replica_id,
+            "reason": record.reason,
+            "attempts": len(record.attempts),
+            "matched_tokens": record.matched_tokens,
+            "cached_tokens": trip.cached_tokens,
+            "predicted_ttft_s": round(record.predicted_ttft_s, 4),
+            "ttft_s": None if trip.ttft_s is None else round(trip.ttft_s, 4),
+        }
+    if trip.status is not None and trip.status >= 500:
+        _log.error(REQUEST_FINISHED, **fields)
+    else:
+        _log.info(REQUEST_FINISHED, **fields)
