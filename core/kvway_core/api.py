@@ -6,7 +6,6 @@ Unknown request fields are ignored here: the router forwards them, the worker re
 
 from __future__ import annotations
 
-import re
 from typing import cast
 
 import msgspec
@@ -44,7 +43,7 @@ from kvway_core.requests import (
     StreamOptions,
     TokenizeRequest,
 )
-from kvway_core.strict_json import BodyDecoder, top_level_fields
+from kvway_core.strict_json import BodyDecoder, plain_name, top_level_fields
 
 __all__ = [
     "DEFAULT_COMPLETION_TOKENS",
@@ -165,11 +164,9 @@ def unsupported_fields(body: bytes, supported: frozenset[str]) -> InvalidRequest
     for name, raw in top_level_fields(body).items():
         if name in supported or bytes(raw) in _NEUTRAL.get(name, (b"null",)):
             continue
-        if not _PLAIN_NAME.fullmatch(name):
-            return InvalidRequest("The body has an unknown field.", code="unsupported_parameter")
-        return InvalidRequest(
-            f"{name} is not supported by this server.", param=name, code="unsupported_parameter"
-        )
+        param = plain_name(name)
+        problem = f"{param or 'A field of the body'} is not supported by this server."
+        return InvalidRequest(problem, param=param, code="unsupported_parameter")
     return None
 
 
@@ -186,7 +183,6 @@ def sse(payload: bytes) -> bytes:
 _MIN_INT64, _MAX_INT64 = -(2**63), 2**63 - 1
 _MAX_INT = 2**31 - 1
 _MAX_TOKEN_ID = 2**32 - 1
-_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 _CHAT = BodyDecoder(ChatRequest)
 _COMPLETION = BodyDecoder(CompletionRequest)

@@ -59,8 +59,7 @@ class Namespace:
         Raises:
             ValueError: If block_size is below one.
         """
-        if self.block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {self.block_size}")
+        _check_block_size(self.block_size)
 
     def root(self) -> BlockHash:
         """Returns the parent of every first block in this namespace.
@@ -94,11 +93,12 @@ def block_hashes(
         block_size: Tokens per block.
 
     Raises:
-        ValueError: If a token id does not fit uint32.
+        ValueError: If a token id does not fit uint32 or block_size is below one.
 
     Complexity:
         O(tokens), each token hashed once.
     """
+    _check_block_size(block_size)
     return _hash_blocks(_token_bytes(token_ids), parent=parent, block_bytes=4 * block_size)
 
 
@@ -113,8 +113,7 @@ class HashChain:
     __slots__ = ("_block_bytes", "_tail", "hashes", "num_tokens", "root")
 
     def __init__(self, root: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        _check_block_size(block_size)
         self.root = root
         self.hashes: list[BlockHash] = []
         self.num_tokens = 0
@@ -138,6 +137,12 @@ class HashChain:
 def event_hash(block_hash: BlockHash) -> int:
     """Returns a block hash as KV events and the router's index have it: its low 64 bits."""
     return int.from_bytes(block_hash[-8:], "big")
+
+
+def _check_block_size(block_size: int) -> None:
+    """Raises ValueError unless a block has room for a token."""
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:

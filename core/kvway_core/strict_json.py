@@ -27,9 +27,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 _EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _MISSING = re.compile(r"Object missing required field `([^`]*)`")
 _PATH = re.compile(r" - at `\$\.?([^`]*)`")
+_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
+_OBJECT = msgspec.json.Decoder(dict[str, object])
 
 
 class BodyDecoder(Generic[T]):
@@ -86,6 +88,11 @@ def top_level_fields(body: bytes) -> Mapping[str, msgspec.Raw]:
     return fields
 
 
+def plain_name(name: str) -> str | None:
+    """Returns a field's name if it may be repeated to the client and in logs, else None."""
+    return name if _PLAIN_NAME.fullmatch(name) else None
+
+
 def _is_compact(body: bytes, fields: Mapping[str, msgspec.Raw]) -> bool:
     """Says whether `body` is exactly `fields` without any white space between them.
 
@@ -102,7 +109,9 @@ def _refuse_duplicates(body: bytes) -> None:
     seen: set[str] = set()
     for name, _ in json.loads(body, object_pairs_hook=list):
         if name in seen:
-            raise InvalidRequest("The body has a field twice.", code="duplicate_key")
+            param = plain_name(name)
+            field = f"the field {param}" if param else "a field"
+            raise InvalidRequest(f"The body has {field} twice.", param=param, code="duplicate_key")
         seen.add(name)
 
 
@@ -110,18 +119,15 @@ def _refuse_depth(body: bytes) -> None:
     """Raises InvalidRequest if arrays and objects nest deeper than MAX_DEPTH."""
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    level: list[object] = [_decode_any(body)]
-    for _ in range(MAX_DEPTH + 1):
-        inner: list[object] = []
-        for value in level:
-            if isinstance(value, dict):
-                inner += value.values()
-            elif isinstance(value, list) and not (value and isinstance(value[0], int)):
-                inner += value
-        level = inner
-        if not level:
-            return
-    raise _too_deep()
+    containers: list[dict[str, object] | list[object]] = [_decode_object(body)]
+    for _ in range(MAX_DEPTH):
+        inner: list[dict[str, object] | list[object]] = []
+        for container in containers:
+            values = container.values() if isinstance(container, dict) else container
+            inner += [value for value in values if isinstance(value, dict | list)]
+        containers = inner
+    if containers:
+        raise _too_deep()
 
 
 def _check_unread(raw: msgspec.Raw) -> None:
@@ -191,10 +197,10 @@ def _too_deep() -> InvalidRequest:
     return InvalidRequest(f"The body nests deeper than {MAX_DEPTH} levels.", code="too_complex")
 
 
-def _decode_any(body: bytes) -> object:
-    """Returns the body as plain Python values."""
+def _decode_object(body: bytes) -> dict[str, object]:
+    """Returns a body that is an object, as plain Python values."""
     try:
-        return _ANY.decode(body)
+        return _OBJECT.decode(body)
     except (ValueError, RecursionError) as exc:
         if "out of range" in str(exc):
             raise InvalidRequest("A number is out of range.", code="invalid_number") from None

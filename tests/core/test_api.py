@@ -1,0 +1,467 @@
+"""What clients may send: every refusal names its kind and its field, and repeats nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvway_core import api
+from kvway_core.api import ChatMessage, ChatRequest, CompletionRequest
+from kvway_core.errors import InvalidRequest, error_body
+
+MESSAGE: dict[str, object] = {"role": "user", "content": "hi"}
+CHAT = {"model": "m", "messages": [MESSAGE]}
+COMPLETION = {"model": "m", "prompt": "hi"}
+HEAD = b'{"model":"m","messages":[{"role":"user","content":"hi"}]'
+ECHO = "words of the client"
+
+
+def chat(**fields: object) -> ChatRequest:
+    return api.parse_chat(json.dumps({**CHAT, **fields}).encode())
+
+
+def completion(**fields: object) -> CompletionRequest:
+    return api.parse_completion(json.dumps({**COMPLETION, **fields}).encode())
+
+
+def refusal(body: bytes, parse: Callable[[bytes], object] = api.parse_chat) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(body)
+    return caught.value
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+BAD_BODIES: dict[str, tuple[str, bytes]] = {
+    "empty": ("invalid_json", b""),
+    "white space": ("invalid_json", b" \r\n\t"),
+    "not JSON": ("invalid_json", b"hello"),
+    "truncated": ("invalid_json", HEAD),
+    "trailing data": ("invalid_json", HEAD + b"} x"),
+    "two objects": ("invalid_json", HEAD + b"}" + HEAD + b"}"),
+    "single quotes": ("invalid_json", b"{'model':'m'}"),
+    "comment": ("invalid_json", HEAD + b"/* */}"),
+    "trailing comma": ("invalid_json", HEAD + b",}"),
+    "UTF-8 BOM": ("invalid_json", b"\xef\xbb\xbf" + HEAD + b"}"),
+    "UTF-16": ("invalid_json", (HEAD + b"}").decode().encode("utf-16")),
+    "UTF-16 without BOM": ("invalid_json", (HEAD + b"}").decode().encode("utf-16-le")),
+    "raw control character": ("invalid_json", HEAD + b',"user":"a\nb"}'),
+    "array": ("invalid_request", b"[1]"),
+    "null": ("invalid_request", b"null"),
+    "string": ("invalid_request", b'"x"'),
+    "number": ("invalid_request", b"7"),
+    "invalid UTF-8": ("invalid_utf8", HEAD + b',"user":"\xff"}'),
+    "invalid UTF-8 passed on": ("invalid_utf8", HEAD + b',"x":"\xff"}'),
+    "overlong UTF-8": ("invalid_utf8", HEAD + b',"x":"\xc0\xaf"}'),
+    "encoded surrogate": ("invalid_utf8", HEAD + b',"x":"\xed\xa0\x80"}'),
+    "lone high surrogate": ("invalid_utf8", HEAD + b',"user":"\\ud800"}'),
+    "lone low surrogate": ("invalid_utf8", HEAD + b',"user":"\\udc00"}'),
+    "surrogates reversed": ("invalid_utf8", HEAD + b',"x":"\\udc00\\ud800"}'),
+    "high surrogate and text": ("invalid_utf8", HEAD + b',"x":"\\ud800abcdefgh"}'),
+    "NaN": ("invalid_number", HEAD + b',"temperature":NaN}'),
+    "Infinity": ("invalid_number", HEAD + b',"temperature":Infinity}'),
+    "-Infinity passed on": ("invalid_number", HEAD + b',"x":-Infinity}'),
+    "1e400": ("invalid_number", HEAD + b',"temperature":1e400}'),
+    "1e400 passed on": ("invalid_number", HEAD + b',"x":[{"y":1e400}]}'),
+    "-1e400 in a message": ("invalid_number", HEAD + b',"tools":[{"x":-1e400}]}'),
+    "5,000 digits": ("invalid_number", HEAD + b',"seed":' + b"9" * 5000 + b"}"),
+    "5,000 digits passed on": ("invalid_number", HEAD + b',"x":' + b"9" * 5000 + b"}"),
+    "duplicate key": ("duplicate_key", HEAD + b',"model":"n"}'),
+    "duplicate key, spaced": ("duplicate_key", b'{"n": 1, "n": 1, ' + HEAD[1:] + b"}"),
+    "duplicate key, escaped": ("duplicate_key", HEAD + b',"mod\\u0065l":"n"}'),
+    "duplicate unknown key": ("duplicate_key", HEAD + b',"x":1,"x":2}'),
+    "too deep": ("too_complex", HEAD + b',"x":' + nested(64) + b"}"),
+    "too deep in a message": (
+        "too_complex",
+        b'{"model":"m","messages":[{"role":"user","content":"a","x":' + nested(62) + b"}]}",
+    ),
+    "deeper than the stack": ("too_complex", HEAD + b',"x":' + nested(100_000) + b"}"),
+    "arrays without end": ("invalid_request", b"[" * 100_000),
+    "objects deeper than the stack": ("too_complex", HEAD + b',"x":' + b'{"a":' * 5_000),
+    "long key": ("too_complex", HEAD + b',"' + b"k" * 257 + b'":1}'),
+    "many keys": (
+        "too_complex",
+        HEAD + b"".join(b',"k%d":1' % index for index in range(10_000)) + b"}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+def test_a_bad_body_is_named(name: str) -> None:
+    code, body = BAD_BODIES[name]
+    error = refusal(body)
+    assert error.code == code
+    assert error.http_status == 400
+
+
+def test_golden_bodies_of_refusals(golden: Callable[[str, str], None]) -> None:
+    lines = [
+        f"{name}: {error_body(refusal(body)).decode()}" for name, (_, body) in BAD_BODIES.items()
+    ]
+    golden("refused_bodies.txt", "\n".join(lines) + "\n")
+
+
+WRONG_VALUES = {
+    "bool": True,
+    "string": ECHO,
+    "number": 1,
+    "fraction": 1.5,
+    "array": [ECHO],
+    "object": {ECHO: ECHO},
+}
+ACCEPTED_KINDS = {
+    "frequency_penalty": {"number", "fraction"},
+    "ignore_eos": {"bool"},
+    "logit_bias": set(),
+    "logprobs": {"bool"},
+    "max_completion_tokens": {"number"},
+    "max_tokens": {"number"},
+    "messages": set(),
+    "min_p": {"number"},
+    "min_tokens": {"number"},
+    "model": {"string"},
+    "n": {"number"},
+    "presence_penalty": {"number", "fraction"},
+    "repetition_penalty": {"number", "fraction"},
+    "response_format": {"object"},
+    "seed": {"number"},
+    "stop": {"string", "array"},
+    "stop_token_ids": set(),
+    "stream": {"bool"},
+    "stream_options": {"object"},
+    "temperature": {"number", "fraction"},
+    "tool_choice": {"string", "object"},
+    "tools": set(),
+    "top_k": {"number"},
+    "top_logprobs": {"number"},
+    "top_p": {"number"},
+    "user": {"string"},
+}
+
+
+def test_the_table_of_types_has_every_field() -> None:
+    assert set(ACCEPTED_KINDS) == set(ChatRequest.__struct_fields__)
+
+
+@pytest.mark.parametrize("kind", WRONG_VALUES)
+@pytest.mark.parametrize("field", ACCEPTED_KINDS)
+def test_a_wrong_type_names_its_field(field: str, kind: str) -> None:
+    body = json.dumps({**CHAT, field: WRONG_VALUES[kind]}).encode()
+    if kind in ACCEPTED_KINDS[field]:
+        api.parse_chat(body)
+        return
+    error = refusal(body)
+    assert error.code == "invalid_request"
+    assert (error.param or "").startswith(field)
+    assert field in error.message
+    assert ECHO not in error_body(error).decode()
+
+
+@pytest.mark.parametrize("field", sorted(set(ACCEPTED_KINDS) - {"model", "messages"}))
+def test_null_is_not_given(field: str) -> None:
+    assert getattr(chat(**{field: None}), field) is None
+
+
+@pytest.mark.parametrize("field", ["model", "messages"])
+def test_what_is_required(field: str) -> None:
+    without = {name: value for name, value in CHAT.items() if name != field}
+    assert refusal(json.dumps(without).encode()).param == field
+    assert refusal(json.dumps({**CHAT, field: None}).encode()).param == field
+
+
+RANGES: dict[str, tuple[list[float], list[float]]] = {
+    "temperature": ([0, 2, 0.5], [-0.1, 2.1, 1e308, -1]),
+    "top_p": ([1, 1e-9], [0, -1, 1.01]),
+    "min_p": ([0, 1], [-0.1, 1.1]),
+    "top_k": ([-1, 0, 50], [-2, 2**31]),
+    "n": ([1, 8], [0, -1, 9, 2**63]),
+    "seed": ([0, -1, 2**63 - 1, -(2**63)], [2**63, -(2**63) - 1]),
+    "max_tokens": ([1, 2**31 - 1], [0, -1, 2**31, 2**63]),
+    "max_completion_tokens": ([1], [0, -1]),
+    "min_tokens": ([0], [-1]),
+    "presence_penalty": ([-2, 2], [-2.1, 2.1]),
+    "frequency_penalty": ([-2, 2], [-2.1, 2.1]),
+    "repetition_penalty": ([0.1, 2], [0, -1]),
+    "top_logprobs": ([0, 20], [-1, 21]),
+}
+
+
+@pytest.mark.parametrize("field", RANGES)
+def test_ranges(field: str) -> None:
+    inside, outside = RANGES[field]
+    for value in inside:
+        assert getattr(chat(**{field: value}), field) == value
+    for value in outside:
+        assert refusal(json.dumps({**CHAT, field: value}).encode()).param == field
+
+
+@pytest.mark.parametrize(
+    ("param", "messages"),
+    [
+        ("messages", []),
+        ("messages", [MESSAGE] * 4097),
+        ("messages[1].role", [MESSAGE, {"role": ECHO, "content": "x"}]),
+        ("messages[0].role", [{"content": "x"}]),
+        ("messages[0].content", [{"role": "user"}]),
+        ("messages[0].content", [{"role": "user", "content": None}]),
+        ("messages[0].content", [{"role": "user", "content": 7}]),
+        (
+            "messages[0].content[1].text",
+            [{**MESSAGE, "content": [{"type": "text"}, {"type": "t", "text": 1}]}],
+        ),
+        ("messages[0].content[0].type", [{**MESSAGE, "content": [{"text": "x"}]}]),
+        ("messages[0].content[0]", [{**MESSAGE, "content": ["x"]}]),
+        ("messages[0]", ["x"]),
+    ],
+)
+def test_bad_messages_are_named(param: str, messages: list[object]) -> None:
+    error = refusal(json.dumps({**CHAT, "messages": messages}).encode())
+    assert error.param == param
+    assert ECHO not in error.message
+
+
+def test_an_assistant_may_have_called_a_tool_and_said_nothing() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [MESSAGE, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert chat(messages=messages).messages[1] == ChatMessage("assistant", tool_calls=[call])
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], ["x"] * 17, "x" * 257, ["\u00e9" * 129]])
+def test_bad_stops(stop: object) -> None:
+    assert refusal(json.dumps({**CHAT, "stop": stop}).encode()).param == "stop"
+
+
+def test_stops_in_either_form() -> None:
+    assert chat().stop_strings == ()
+    assert chat(stop="a").stop_strings == ("a",)
+    assert chat(stop=["a", "b"]).stop_strings == ("a", "b")
+    assert chat(stop=["\u00e9" * 128] * 16).stop_strings == ("\u00e9" * 128,) * 16
+
+
+def test_defaults() -> None:
+    plain = chat()
+    assert (plain.num_choices, plain.max_output_tokens, plain.include_usage) == (1, None, False)
+    assert chat(max_tokens=5).max_output_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=6).max_output_tokens == 6
+    assert chat(stream_options={"include_usage": True}).include_usage
+    assert completion().max_output_tokens == 16
+    assert completion(max_tokens=3).max_output_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("expected", "prompt"),
+    [
+        (["hi"], "hi"),
+        (["a", "b"], ["a", "b"]),
+        ([[1, 2**32 - 1]], [1, 2**32 - 1]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ],
+)
+def test_prompts_in_every_form(expected: list[object], prompt: object) -> None:
+    assert completion(prompt=prompt).prompts == expected
+
+
+@pytest.mark.parametrize(
+    ("param", "prompt"),
+    [
+        ("prompt", ""),
+        ("prompt", []),
+        ("prompt", None),
+        ("prompt", 7),
+        ("prompt", ["a", 1]),
+        ("prompt", ["a", [1]]),
+        ("prompt", [-1]),
+        ("prompt", [2**32]),
+        ("prompt[0]", [True]),
+        ("prompt[0]", [1.0]),
+        ("prompt[1]", ["a", ""]),
+        ("prompt[0]", [[]]),
+        ("prompt[1]", [[1], [-1]]),
+        ("prompt[0][0]", [["a"]]),
+        ("prompt", ["a"] * 129),
+    ],
+)
+def test_bad_prompts_are_named(param: str, prompt: object) -> None:
+    body = json.dumps({**COMPLETION, "prompt": prompt}).encode()
+    assert refusal(body, api.parse_completion).param == param
+
+
+def test_unknown_fields_are_ignored_and_nul_is_text() -> None:
+    assert chat(future={"deep": [1, None, "x"]}) == chat()
+    assert chat(messages=[{**MESSAGE, "content": "\0"}]).messages[0].content == "\0"
+
+
+def test_as_deep_as_allowed() -> None:
+    api.parse_chat(HEAD + b',"x":' + nested(63) + b"}")
+
+
+def test_many_brackets_are_not_depth() -> None:
+    assert chat(messages=[{**MESSAGE, "content": "[{" * 1000}] * 200).messages[0].content
+    assert completion(prompt=[[1]] * 100).prompts == [[1]] * 100
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=10,
+)
+spaces = st.text(" \n\r\t", max_size=2)
+
+
+def written(
+    pairs: list[tuple[str, object]], draw: Callable[[], str], *, ascii_only: bool
+) -> bytes:
+    """Returns an object as JSON with white space wherever it may be."""
+    fields = (
+        f"{draw()}{json.dumps(name, ensure_ascii=ascii_only)}{draw()}:{draw()}"
+        f"{json.dumps(value, ensure_ascii=ascii_only)}{draw()}"
+        for name, value in pairs
+    )
+    return f"{draw()}{{{','.join(fields)}}}{draw()}".encode()
+
+
+@given(st.data(), st.dictionaries(st.text(max_size=6), json_values, max_size=4), st.booleans())
+def test_a_field_given_twice_is_refused_and_once_is_not(
+    data: st.DataObject,
+    extra: dict[str, object],
+    ascii_only: bool,  # noqa: FBT001
+) -> None:
+    """However the object is written: spaces, escapes, order."""
+    unknown = {name: v for name, v in extra.items() if name not in ACCEPTED_KINDS}
+    pairs = data.draw(st.permutations([*CHAT.items(), *unknown.items()]))
+    spaced = data.draw(st.booleans())
+    once = written(pairs, lambda: data.draw(spaces) if spaced else "", ascii_only=ascii_only)
+    assert api.parse_chat(once) == chat()
+    again = [*pairs, (data.draw(st.sampled_from(pairs))[0], data.draw(json_values))]
+    again = data.draw(st.permutations(again))
+    twice = written(again, lambda: data.draw(spaces) if spaced else "", ascii_only=ascii_only)
+    # The type of the field may be refused as well; what must not happen is that it passes.
+    assert refusal(twice).code in {"duplicate_key", "invalid_request"}
+
+
+@given(st.binary(max_size=60) | st.text(max_size=40).map(str.encode))
+def test_junk_is_refused(body: bytes) -> None:
+    assert refusal(body).http_status == 400
+    assert refusal(body, api.parse_completion).http_status == 400
+
+
+@given(st.data())
+def test_a_damaged_body_is_refused_or_read_as_the_standard_library_reads_it(
+    data: st.DataObject,
+) -> None:
+    body = bytearray(json.dumps({**CHAT, "n": 1, "stop": ["\u00e9"], "x": [1.5, {}]}).encode())
+    for _ in range(data.draw(st.integers(1, 3))):
+        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        request = api.parse_chat(bytes(body))
+    except InvalidRequest:
+        return
+    as_read = json.loads(bytes(body))
+    assert request.model == as_read["model"]
+    assert [m.content for m in request.messages] == [m["content"] for m in as_read["messages"]]
+
+
+def test_unsupported_fields_are_named() -> None:
+    supported = frozenset({"model", "messages", "n"})
+
+    def unsupported(**fields: object) -> str | None:
+        error = api.unsupported_fields(json.dumps({**CHAT, **fields}).encode(), supported)
+        return None if error is None else error.param
+
+    assert unsupported() is None
+    assert unsupported(n=3) is None
+    assert unsupported(seed=None) is None
+    assert unsupported(presence_penalty=0, logprobs=False, tools=[], best_of=1) is None
+    assert unsupported(presence_penalty=0.5) == "presence_penalty"
+    assert unsupported(response_format={"type": "text"}) is None
+    assert unsupported(response_format={"type": "json_object"}) == "response_format"
+    assert unsupported(future=1) == "future"
+    strange = api.unsupported_fields(b'{"\\u001b[31m":1}', supported)
+    assert strange is not None
+    assert "\x1b" not in strange.message
+
+
+def test_tokenize_takes_exactly_one_kind_of_input() -> None:
+    assert api.parse_tokenize(b'{"prompt":""}').prompt == ""
+    assert api.parse_tokenize(json.dumps({"messages": [MESSAGE]}).encode()).messages
+    for body in (b"{}", json.dumps({"prompt": "a", "messages": [MESSAGE]}).encode()):
+        assert refusal(body, api.parse_tokenize).param == "prompt"
+    assert refusal(b'{"messages":[]}', api.parse_tokenize).param == "messages"
+
+
+def test_detokenize_takes_token_ids() -> None:
+    assert api.parse_detokenize(b'{"tokens":[1,2]}').tokens == [1, 2]
+    assert refusal(b'{"tokens":[-1]}', api.parse_detokenize).param == "tokens"
+    assert refusal(b'{"tokens":"a"}', api.parse_detokenize).param == "tokens"
+
+
+def test_golden_answers(golden: Callable[[str, str], None]) -> None:
+    usage = api.Usage(10, 2, 12, api.PromptTokensDetails(8))
+    at = 1_700_000_000
+    values: list[msgspec.Struct] = [
+        api.ChatCompletion(
+            id="chatcmpl-1",
+            created=at,
+            model="m",
+            choices=[
+                api.ChatChoice(
+                    index=0, message=api.AssistantMessage(content="hi"), finish_reason="stop"
+                )
+            ],
+            usage=usage,
+        ),
+        api.ChatChunk(
+            id="chatcmpl-1",
+            created=at,
+            model="m",
+            choices=[
+                api.ChatChunkChoice(index=0, delta=api.ChatDelta(role="assistant", content=""))
+            ],
+        ),
+        api.ChatChunk(
+            id="chatcmpl-1",
+            created=at,
+            model="m",
+            choices=[api.ChatChunkChoice(index=0, delta=api.ChatDelta(), finish_reason="length")],
+            usage=None,
+        ),
+        api.ChatChunk(id="chatcmpl-1", created=at, model="m", choices=[], usage=usage),
+        api.Completion(
+            id="chatcmpl-1",
+            created=at,
+            model="m",
+            choices=[api.CompletionChoice(index=0, text="hi")],
+            usage=usage,
+        ),
+        api.ModelList(data=[api.ModelCard(id="m", created=1, max_model_len=8192)]),
+    ]
+    golden("answers.txt", "".join(api.sse(api.encode(value)).decode() for value in values))
+
+
+def test_a_load_report_survives_the_wire() -> None:
+    report = api.LoadReport(
+        boot_id="b",
+        model="m",
+        block_size=16,
+        hash_scheme="kvway-1",
+        state="ready",
+        num_running=1,
+        num_waiting=2,
+        waiting_uncached_tokens=3,
+        blocks=api.BlockCounts(1, 2, 3),
+        prefill_tokens_per_s=1000.0,
+        decode_step_s=0.01,
+        max_model_len=8192,
+        max_num_seqs=32,
+        kv_events=api.KvEventsInfo(1, 2, "t"),
+    )
+    assert msgspec.json.decode(api.encode(report), type=api.LoadReport) == report

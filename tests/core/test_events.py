@@ -1,0 +1,239 @@
+"""KV events on the wire: pinned bytes, other engines' dialects, and junk."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvway_core.errors import ProtocolError
+from kvway_core.events import (
+    END_SEQ,
+    MAX_BATCH_BYTES,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    decode_batch,
+    encode_batch,
+    pack_seq,
+    unpack_seq,
+)
+
+u64 = st.integers(0, 2**64 - 1)
+hashes = st.one_of(u64, st.binary(max_size=32))
+events = st.one_of(
+    st.builds(
+        BlockStored,
+        block_hashes=st.lists(hashes, max_size=4),
+        parent_block_hash=st.none() | hashes,
+        token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=8),
+        block_size=st.integers(1, 256),
+        lora_id=st.none() | st.integers(0, 9),
+        medium=st.none() | st.text(max_size=4),
+        lora_name=st.none() | st.text(max_size=4),
+    ),
+    st.builds(BlockRemoved, block_hashes=st.lists(hashes, max_size=4)),
+    st.just(AllBlocksCleared()),
+)
+batches = st.builds(
+    EventBatch,
+    ts=st.floats(allow_nan=False),
+    events=st.lists(events, max_size=4).map(tuple),
+    data_parallel_rank=st.none() | st.integers(0, 7),
+    boot_id=st.none() | st.text(max_size=8),
+)
+EXAMPLE = EventBatch(
+    ts=1700000000.25,
+    events=(
+        BlockStored([1, 2**64 - 1], None, [5, 6, 7, 8], 2),
+        BlockStored([b"\x01" * 16], 2**63, [], 16, medium=None, lora_name="a"),
+        BlockRemoved([3]),
+        AllBlocksCleared(),
+    ),
+    boot_id="b00t",
+)
+
+
+def pack(*fields: object) -> bytes:
+    return msgspec.msgpack.encode(fields)
+
+
+def test_golden_bytes(golden: Callable[[str, bytes], None]) -> None:
+    golden("event_batch.msgpack", encode_batch(EXAMPLE))
+
+
+def test_a_vllm_router_can_read_our_batches() -> None:
+    """It wants maps with all of its own fields, and ignores what follows the rank."""
+    ts, maps, rank, boot_id = msgspec.msgpack.decode(encode_batch(EXAMPLE))
+    assert (ts, rank, boot_id) == (1700000000.25, None, "b00t")
+    assert maps[0] == {
+        "type": "BlockStored",
+        "block_hashes": [1, 2**64 - 1],
+        "parent_block_hash": None,
+        "token_ids": [5, 6, 7, 8],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    assert maps[2:] == [
+        {"type": "BlockRemoved", "block_hashes": [3], "medium": "GPU"},
+        {"type": "AllBlocksCleared"},
+    ]
+
+
+@given(batches)
+def test_what_is_encoded_is_decoded(batch: EventBatch) -> None:
+    assert decode_batch(encode_batch(batch)) == batch
+
+
+def test_vllm_maps_with_fields_we_do_not_know() -> None:
+    stored = {
+        "type": "BlockStored",
+        "block_hashes": [1],
+        "parent_block_hash": 2,
+        "token_ids": [3],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [[["x", 1]]],
+        "group_idx": 0,
+        "kv_cache_spec_kind": "full_attention",
+    }
+    assert decode_batch(pack(1.0, [stored], 3)) == EventBatch(
+        1.0, (BlockStored([1], 2, [3], 1),), data_parallel_rank=3
+    )
+
+
+def test_arrays_of_older_vllm_and_sglang() -> None:
+    payload = pack(
+        2.0,
+        [
+            ["BlockStored", [1], None, [3, 4], 2, None, "GPU", None, None, 0, "full_attention"],
+            ["BlockStored", [-5], b"parent", [1], 1],
+            ["BlockRemoved", [b"\x01"], "CPU_PINNED", 0],
+            ["AllBlocksCleared"],
+        ],
+    )
+    assert decode_batch(payload).events == (
+        BlockStored([1], None, [3, 4], 2),
+        BlockStored([-5], b"parent", [1], 1),
+        BlockRemoved([b"\x01"], "CPU_PINNED"),
+        AllBlocksCleared(),
+    )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"type": "BlockMoved", "block_hashes": [1]},
+        ["BlockMoved", [1]],
+        {"block_hashes": [1]},
+        {"type": "BlockStored", "block_hashes": [1]},
+        {"type": "BlockRemoved", "block_hashes": ["text"]},
+        {"type": "BlockRemoved", "block_hashes": [2**64 - 1, 1.5]},
+        ["BlockStored", [1], None, [[1, 2]], 1],
+        [],
+        {},
+        None,
+        7,
+        "BlockStored",
+    ],
+)
+def test_a_bad_event_costs_itself_alone(bad: object) -> None:
+    good = {"type": "BlockRemoved", "block_hashes": [1]}
+    batch = decode_batch(pack(1.0, [good, bad, good]))
+    assert batch.events == (BlockRemoved([1]), BlockRemoved([1]))
+    assert batch.num_skipped == 1
+
+
+@pytest.mark.parametrize("fourth", [None, 7, [1], {"a": 1}])
+def test_a_fourth_field_that_is_not_ours_is_no_boot_id(fourth: object) -> None:
+    assert decode_batch(pack(1.0, [], 0, fourth, "more")).boot_id is None
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc0",
+        pack(),
+        pack(1.0),
+        pack("now", []),
+        pack(1.0, {}),
+        pack(1.0, []) + b"\x00",
+        msgspec.msgpack.encode({"ts": 1.0}),
+        b"\x92\xcb" + bytes(8) + b"\xdd\xff\xff\xff\xff",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xc6\xff\xff\xff\xff",
+        b"\x91" * 100_000,
+    ],
+)
+def test_a_batch_that_is_none_is_a_protocol_error(payload: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_batch(payload)
+
+
+def test_a_batch_nested_without_end_inside_an_event_costs_the_event() -> None:
+    deep = b"\x92\xcb" + bytes(8) + b"\x91" + b"\x91" * 500 + b"\xc0"
+    assert decode_batch(deep).num_skipped == 1
+
+
+def test_size_limits() -> None:
+    with pytest.raises(ProtocolError, match="over the limit"):
+        decode_batch(bytes(MAX_BATCH_BYTES + 1))
+    with pytest.raises(ProtocolError):
+        decode_batch(pack(1.0, [None] * (2**18 + 1)))
+    assert decode_batch(pack(1.0, [None] * 2**18)).num_skipped == 2**18
+
+
+@given(st.binary(max_size=200))
+def test_junk_is_a_protocol_error_or_a_batch(payload: bytes) -> None:
+    try:
+        batch = decode_batch(payload)
+    except ProtocolError:
+        return
+    assert isinstance(batch, EventBatch)
+
+
+@given(batches, st.data())
+def test_a_damaged_batch_is_a_protocol_error_or_a_batch(
+    batch: EventBatch, data: st.DataObject
+) -> None:
+    payload = bytearray(encode_batch(batch))
+    for _ in range(data.draw(st.integers(1, 3))):
+        payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decode_batch(bytes(payload))
+    except ProtocolError:
+        return
+
+
+@given(u64)
+def test_sequence_numbers_survive_the_wire(seq: int) -> None:
+    assert unpack_seq(pack_seq(seq)) == seq
+
+
+def test_sequence_frames_sort_as_numbers() -> None:
+    frames = [pack_seq(seq) for seq in (0, 1, 255, 256, 2**32, 2**64 - 2)]
+    assert all(one < other for one, other in itertools.pairwise(frames))
+    assert frames[-1] < END_SEQ
+    assert int.from_bytes(END_SEQ, "big", signed=True) == -1
+
+
+@pytest.mark.parametrize("seq", [-1, 2**64])
+def test_a_number_that_is_no_sequence(seq: int) -> None:
+    with pytest.raises(ValueError, match="sequence number"):
+        pack_seq(seq)
+
+
+@pytest.mark.parametrize("frame", [b"", b"1234567", b"123456789"])
+def test_a_frame_that_is_no_sequence(frame: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        unpack_seq(frame)
