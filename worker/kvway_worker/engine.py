@@ -213,6 +213,7 @@ class EngineLoop:
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
         elif not self._ended:
+            self._event_loop = asyncio.get_running_loop()
             self._end()
 
     # --- asyncio side -----------------------------------------------------------------------
@@ -252,29 +253,32 @@ class EngineLoop:
             if self._closing:
                 return False
             self._taken, self._inbox = self._inbox, []
-        for command in self._taken:
-            self._apply(command)
-        self._publish_load()
-        outputs = self._step()
+        resets = [answer for command in self._taken if (answer := self._apply(command))]
+        plan = self._scheduler.plan()
+        self._publish()
+        for answer in resets:
+            self._call(answer)
+        outputs = self._step(plan) if plan.rows else []
         if self._debug_invariants:
             self._scheduler.check_invariants()
-        events = self._scheduler.pool.take_events()
-        if events and self._on_kv_events is not None:
-            self._on_kv_events(events)
-        self._publish_load()
+        self._publish()
         self._deliver(outputs)
         if len(self._failures) >= MAX_FAILURES_IN_A_ROW:
             last = self._failures[-1]
             raise EngineFailed(f"{len(self._failures)} steps failed in a row") from last
         return True
 
-    def _publish_load(self) -> None:
-        """Shows asyncio the load now; what was taken from the inbox is in it."""
+    def _publish(self) -> None:
+        """Hands out KV events, and shows the load with all that was taken from the inbox."""
+        events = self._scheduler.pool.take_events()
+        if events and self._on_kv_events is not None:
+            self._on_kv_events(events)
         load = self._meter.read(self._scheduler)
         with self._wake:
             self._load, self._taken = load, []
 
-    def _apply(self, command: _Command) -> None:
+    def _apply(self, command: _Command) -> Callable[[], None] | None:
+        """Does what asyncio asked for; returns how to answer, if there is somebody to answer."""
         match command:
             case _Add(stream):
                 self._scheduler.add(stream.seq)
@@ -284,13 +288,11 @@ class EngineLoop:
                     del self._live[stream.seq.request_id]
                     self._scheduler.abort(stream.seq.request_id)
             case _Reset(done):
-                self._call(partial(_resolve, done, self._scheduler.reset_prefix_cache()))
+                return partial(_resolve, done, self._scheduler.reset_prefix_cache())
+        return None
 
-    def _step(self) -> list[tuple[Stream, Output]]:
-        """Computes one step, if there is something to compute, and returns what it gave whom."""
-        plan = self._scheduler.plan()
-        if not plan.rows:
-            return []
+    def _step(self, plan: StepPlan) -> list[tuple[Stream, Output]]:
+        """Computes a step and returns what it gave whom."""
         started_s = self._clock.monotonic()
         try:
             sampled = self._execute(plan)

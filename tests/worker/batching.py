@@ -1,0 +1,160 @@
+"""Sequences, steps and an engine that audits each step; for the tests of pool and scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from typing_extensions import override
+
+from kvway_core.blocks import BlockHash, Namespace
+from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from kvway_worker.block_pool import BlockPool
+from kvway_worker.scheduler import Scheduler
+from kvway_worker.sequence import Chain, SamplingParams
+from kvway_worker.sequence import Sequence as Request
+from kvway_worker.sim import SimEngine, fingerprints, next_token
+from kvway_worker.step import SeqOutput, StepPlan
+
+BLOCK_SIZE = 16
+
+
+def request(
+    request_id: str,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int = 1,
+    block_size: int = BLOCK_SIZE,
+    salt: str = "",
+    chain: Chain | None = None,
+    ignore_eos: bool = False,
+    stop_token_ids: frozenset[int] = frozenset(),
+) -> Request:
+    """Makes a sequence of a model named "m"."""
+    return Request(
+        request_id,
+        prompt,
+        params=SamplingParams(
+            max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids
+        ),
+        namespace=Namespace("m", block_size=block_size, cache_salt=salt),
+        chain=chain,
+    )
+
+
+def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What a SimEngine says to a prompt: computed with no blocks, no batch and no cache."""
+    known = list(prompt)
+    for _ in range(num_tokens):
+        known.append(next_token(known))
+    return known[len(prompt) :]
+
+
+class OneHash:
+    """The worst hash function there is: every block of every prompt has the same hash."""
+
+    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
+        self.hashes: list[BlockHash] = []
+        self._block_size = block_size
+        self._num_tokens = 0
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends the one hash for every block that got full."""
+        self._num_tokens += len(token_ids)
+        missing = self._num_tokens // self._block_size - len(self.hashes)
+        self.hashes += [BlockHash(b"0123456789abcdef")] * missing
+
+
+class AuditedSim(SimEngine):
+    """A SimEngine that checks each step against the rules of blocks.
+
+    No row writes a block that others may find or another row writes; after the step the KV of each
+    row, read through its block table, is that of its own tokens, from the first on.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(num_blocks=pool.num_blocks, block_size=pool.block_size)
+        self._pool = pool
+        self.num_steps = 0
+
+    @override
+    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+        size = self.block_size
+        written: list[int] = []
+        for row in plan.rows:
+            end = row.start + row.num_tokens
+            written += row.block_table[row.start // size : -(-end // size)]
+        assert len(set(written)) == len(written), "two rows write one block"
+        for block in written:
+            assert self._pool.content(block) is None or self._pool.is_pending(block), "shared"
+        sampled = super().execute(plan)
+        for row in plan.rows:
+            end = row.start + row.num_tokens
+            own = list(islice(fingerprints(row.seq.token_ids[:end]), 1, None))
+            assert [self._kv[self._slot(row, position)] for position in range(end)] == own
+        self.num_steps += 1
+        return sampled
+
+
+def step(scheduler: Scheduler, engine: SimEngine) -> tuple[StepPlan, list[SeqOutput]]:
+    """Runs one step and checks every invariant before and after its result is in."""
+    plan = scheduler.plan()
+    scheduler.check_invariants()
+    assert plan.num_tokens <= scheduler.max_num_batched_tokens
+    assert len(plan.rows) <= scheduler.max_num_seqs
+    if not plan.rows:
+        return plan, []
+    outputs = scheduler.commit(plan, engine.execute(plan))
+    scheduler.check_invariants()
+    return plan, outputs
+
+
+def run(scheduler: Scheduler, engine: SimEngine) -> Iterator[tuple[StepPlan, list[SeqOutput]]]:
+    """Runs steps until nothing is left to do."""
+    while scheduler.has_work:
+        plan, outputs = step(scheduler, engine)
+        assert plan.rows, "requests are there and nothing is computed"
+        yield plan, outputs
+
+
+def scheduled(plan: StepPlan) -> dict[str, int]:
+    """Returns how many tokens a step computes of each request."""
+    return {row.seq.request_id: row.num_tokens for row in plan.rows}
+
+
+class Replay:
+    """What a router knows of a pool that it only knows through events.
+
+    Attributes:
+        parents: Event hash of each block that is stored -> that of its parent.
+        tokens: Event hash -> the block's tokens.
+    """
+
+    def __init__(self) -> None:
+        self.parents: dict[int | bytes, int | bytes | None] = {}
+        self.tokens: dict[int | bytes, list[int]] = {}
+
+    def apply(self, events: Sequence[KVEvent]) -> None:
+        """Follows the pool; an event that makes no sense is an error."""
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(event)
+                case BlockRemoved():
+                    for block_hash in event.block_hashes:
+                        del self.parents[block_hash]
+                        del self.tokens[block_hash]
+                case AllBlocksCleared():
+                    self.parents.clear()
+                    self.tokens.clear()
+
+    def _store(self, event: BlockStored) -> None:
+        parent = event.parent_block_hash
+        size = event.block_size
+        assert len(event.token_ids) == size * len(event.block_hashes)
+        for index, block_hash in enumerate(event.block_hashes):
+            assert block_hash not in self.parents, "stored twice"
+            assert parent is None or parent in self.parents, "the parent is unknown"
+            self.parents[block_hash] = parent
+            self.tokens[block_hash] = event.token_ids[index * size : (index + 1) * size]
+            parent = block_hash

@@ -1,0 +1,414 @@
+"""The engine loop with its real thread, scheduler and pool; the engine is told when to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from typing_extensions import override
+
+from kvway_core.clock import SystemClock
+from kvway_core.errors import (
+    ContextLengthExceeded,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    ShuttingDown,
+)
+from kvway_core.events import AllBlocksCleared, BlockStored, KVEvent
+from kvway_worker.block_pool import BlockPool
+from kvway_worker.engine import EngineLoop, TokenOut
+from kvway_worker.load import StepStats
+from kvway_worker.scheduler import Scheduler
+from kvway_worker.sequence import Sequence
+from kvway_worker.sim import CostModel, SimEngine
+from kvway_worker.step import StepPlan
+from tests.worker.batching import AuditedSim, Replay, answer, request
+
+PROMPT = range(40)
+
+
+class Controlled(AuditedSim):
+    """Waits at a gate before each step, and raises in the steps of requests named in `poison`."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        self.poison: set[str] = set()
+        self.mute: set[str] = set()
+
+    @override
+    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+        self.entered.release()
+        self.gate.wait()
+        if any(row.seq.request_id in self.poison for row in plan.rows):
+            raise RuntimeError("out of memory")
+        sampled = super().execute(plan)
+        return {key: token for key, token in sampled.items() if key not in self.mute}
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self.gate.set()
+
+    async def step_begins(self) -> None:
+        """Waits until one more step is at the gate or through it."""
+        await asyncio.to_thread(self.entered.acquire)
+
+
+class Worker:
+    """A loop and what it is made of."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 100,
+        max_num_seqs: int = 8,
+        budget: int = 512,
+        max_waiting: int = 100,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, 16)
+        self.engine = Controlled(self.pool)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=1000,
+        )
+        self.events: list[KVEvent] = []
+        self.steps: list[StepStats] = []
+        self.loop = EngineLoop(
+            self.engine,
+            self.scheduler,
+            clock=SystemClock(),
+            max_waiting=max_waiting,
+            debug_invariants=True,
+            on_kv_events=self.events.extend,
+            on_step=self.steps.append,
+        )
+
+    async def ask(self, seq: Sequence) -> list[TokenOut]:
+        async with aclosing(self.loop.generate(seq)) as parts:
+            return [part async for part in parts]
+
+    def start(self, seq: Sequence) -> asyncio.Task[list[TokenOut]]:
+        """Sends a request; whoever calls this awaits the task."""
+        return asyncio.create_task(self.ask(seq))
+
+
+@asynccontextmanager
+async def worker(
+    *,
+    num_blocks: int = 100,
+    max_num_seqs: int = 8,
+    budget: int = 512,
+    max_waiting: int = 100,
+) -> AsyncIterator[Worker]:
+    made = Worker(
+        num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, max_waiting=max_waiting
+    )
+    async with made.loop:
+        yield made
+
+
+def tokens(parts: list[TokenOut]) -> list[int | None]:
+    return [part.token_id for part in parts]
+
+
+async def test_answers_are_those_of_a_request_alone() -> None:
+    async with worker(num_blocks=14, max_num_seqs=4, budget=48) as w:
+        prompts = [range(start, start + 60) for start in (0, 7, 0, 100, 7, 0, 200, 300)]
+        asked = [
+            w.ask(request(str(index), prompt, max_tokens=20))
+            for index, prompt in enumerate(prompts)
+        ]
+        answers = await asyncio.gather(*asked)
+        for prompt, parts in zip(prompts, answers, strict=True):
+            assert tokens(parts) == answer(prompt, 20)
+            assert [part.finish_reason for part in parts] == [None] * 19 + ["length"]
+            assert len({part.cached_tokens for part in parts}) == 1
+        assert w.loop.failed is None
+        assert w.loop.load().num_free_blocks == 14
+
+
+async def test_the_second_request_says_what_it_found_in_the_cache() -> None:
+    async with worker() as w:
+        first = await w.ask(request("0", PROMPT, max_tokens=3))
+        second = await w.ask(request("1", [*PROMPT, 7], max_tokens=3))
+        assert [part.cached_tokens for part in first] == [0, 0, 0]
+        assert [part.cached_tokens for part in second] == [32, 32, 32]
+        load = w.loop.load()
+        assert (load.prefix_cache_queries, load.prefix_cache_hits) == (81, 32)
+        assert load.generated_tokens == 6
+        assert load.num_steps == len(w.steps) == 6
+        assert [step.num_prefill_tokens for step in w.steps] == [40, 0, 0, 9, 0, 0]
+        assert load.step_time_s == pytest.approx(sum(step.duration_s for step in w.steps))
+
+
+async def test_a_reader_that_leaves_in_the_middle_frees_its_blocks() -> None:
+    async with worker() as w:
+        async with aclosing(w.loop.generate(request("0", PROMPT, max_tokens=900))) as parts:
+            async for _ in parts:
+                break
+        assert await w.loop.reset_prefix_cache(), "the commands are in order: nobody holds blocks"
+        load = w.loop.load()
+        assert (load.num_running, load.num_free_blocks) == (0, 100)
+
+
+async def test_a_reader_that_is_cancelled_before_its_first_token_frees_its_blocks() -> None:
+    async with worker() as w:
+        w.engine.gate.clear()
+        task = w.start(request("0", PROMPT, max_tokens=900))
+        await w.engine.step_begins()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        w.engine.gate.set()
+        assert await w.loop.reset_prefix_cache()
+        assert w.loop.load().generated_tokens == 1, "what the step gave went to nobody"
+
+
+async def test_a_reader_that_leaves_the_queue_never_runs() -> None:
+    async with worker(max_num_seqs=1) as w:
+        w.engine.gate.clear()
+        first = w.start(request("0", PROMPT, max_tokens=2))
+        await w.engine.step_begins()
+        second = w.start(request("1", range(100, 140), max_tokens=2))
+        await asyncio.sleep(0)
+        assert w.loop.load().num_waiting == 1
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        w.engine.gate.set()
+        assert tokens(await first) == answer(PROMPT, 2)
+        assert await w.loop.reset_prefix_cache()
+        assert w.loop.load().prefix_cache_queries == 40
+
+
+async def test_leaving_after_the_end_is_nothing_special() -> None:
+    async with worker() as w:
+        parts = w.loop.generate(request("0", PROMPT, max_tokens=2))
+        assert [await anext(parts), await anext(parts)][1].finish_reason == "length"
+        await parts.aclose()
+        assert tokens(await w.ask(request("0", PROMPT, max_tokens=2))) == answer(PROMPT, 2)
+
+
+async def test_an_id_that_is_used_again_gets_only_its_own_tokens() -> None:
+    async with worker() as w:
+        w.engine.gate.clear()
+        first = w.start(request("0", PROMPT, max_tokens=900))
+        await w.engine.step_begins()
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        again = w.start(request("0", range(100, 140), max_tokens=5))
+        await asyncio.sleep(0)
+        w.engine.gate.set()
+        assert tokens(await again) == answer(range(100, 140), 5)
+
+
+async def test_a_step_that_raises_fails_its_requests_and_no_others() -> None:
+    async with worker(max_num_seqs=2) as w:
+        w.engine.poison = {"bad"}
+        w.engine.gate.clear()
+        asked = [
+            w.start(request(name, range(start, start + 40), max_tokens=3))
+            for start, name in ((0, "bad"), (0, "beside"), (300, "later"), (0, "same prompt"))
+        ]
+        await w.engine.step_begins()
+        w.engine.gate.set()
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineFailed, EngineFailed, list, list]
+        assert not any("out of memory" in str(result) for result in results[:2])
+        later, same = results[2], results[3]
+        assert isinstance(later, list)
+        assert isinstance(same, list)
+        assert tokens(later) == answer(range(300, 340), 3)
+        assert tokens(same) == answer(range(40), 3)
+        assert same[0].cached_tokens == 0, "what the failed step was to compute is not found"
+        assert w.loop.failed is None
+        assert w.loop.load().num_failed_steps == 1
+        assert await w.loop.reset_prefix_cache()
+
+
+async def test_an_engine_that_forgets_a_token_has_failed_the_step() -> None:
+    async with worker() as w:
+        w.engine.mute = {"0"}
+        with pytest.raises(EngineFailed):
+            await w.ask(request("0", PROMPT))
+        assert tokens(await w.ask(request("1", PROMPT))) == answer(PROMPT, 1)
+
+
+async def test_two_failures_and_a_success_are_not_three_failures() -> None:
+    async with worker() as w:
+        w.engine.poison = {"bad"}
+        for name in ("bad", "bad", "good", "bad", "bad"):
+            if name == "bad":
+                with pytest.raises(EngineFailed):
+                    await w.ask(request(name, PROMPT))
+            else:
+                await w.ask(request(name, PROMPT))
+        assert w.loop.failed is None
+
+
+async def test_three_failures_in_a_row_give_the_engine_up() -> None:
+    async with worker(max_num_seqs=1) as w:
+        w.engine.poison = {"0", "1", "2"}
+        w.engine.gate.clear()
+        asked = [w.start(request(str(index), PROMPT)) for index in range(5)]
+        await w.engine.step_begins()
+        w.engine.gate.set()
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineFailed] * 5
+        await asyncio.to_thread(w.loop._thread.join)  # type: ignore[union-attr]
+        assert isinstance(w.loop.failed, EngineFailed)
+        assert isinstance(w.loop.failed.__cause__, RuntimeError)
+        with pytest.raises(EngineFailed, match="given up"):
+            await w.ask(request("9", PROMPT))
+        with pytest.raises(EngineFailed, match="given up"):
+            await w.loop.reset_prefix_cache()
+        await w.loop.drain()
+
+
+async def test_books_that_do_not_add_up_give_the_engine_up() -> None:
+    async with worker() as w:
+        w.pool.allocate(1)  # a leak
+        with pytest.raises(EngineFailed, match="given up"):
+            await w.ask(request("0", PROMPT, max_tokens=5))
+        assert "4: requests hold" in str(w.loop.failed)
+
+
+async def test_what_can_never_run_is_refused_at_once() -> None:
+    async with worker() as w:
+        with pytest.raises(ContextLengthExceeded):
+            await w.ask(request("0", range(999), max_tokens=2))
+        assert w.loop.load().num_steps == 0
+
+
+async def test_an_id_in_use_is_refused() -> None:
+    async with (
+        worker() as w,
+        aclosing(w.loop.generate(request("0", PROMPT, max_tokens=900))) as parts,
+    ):
+        await anext(parts)
+        with pytest.raises(InvalidRequest, match="use another id"):
+            await w.ask(request("0", PROMPT))
+
+
+async def test_more_requests_than_may_wait_are_refused() -> None:
+    async with worker(max_num_seqs=1, max_waiting=2) as w:
+        w.engine.gate.clear()
+        asked = [w.start(request(str(index), PROMPT)) for index in range(3)]
+        await w.engine.step_begins()
+        with pytest.raises(Overloaded, match="3 requests"):
+            await w.ask(request("3", PROMPT))
+        w.engine.gate.set()
+        await asyncio.gather(*asked)
+        assert len(await w.ask(request("3", PROMPT))) == 1
+
+
+async def test_load_counts_what_was_just_handed_over() -> None:
+    async with worker(max_num_seqs=1) as w:
+        w.engine.gate.clear()
+        first = w.start(request("0", PROMPT, max_tokens=2))
+        await w.engine.step_begins()
+        second = w.start(request("1", range(100), max_tokens=2))
+        await asyncio.sleep(0)
+        load = w.loop.load()
+        assert (load.num_running + load.num_waiting, load.waiting_uncached_tokens) == (2, 140)
+        w.engine.gate.set()
+        await asyncio.gather(first, second)
+        load = w.loop.load()
+        assert (load.num_running, load.num_waiting, load.waiting_uncached_tokens) == (0, 0, 0)
+        assert (load.num_free_blocks, load.num_cached_blocks, load.num_blocks) == (100, 6, 100)
+        assert load.prefill_tokens_per_s > 0
+        assert load.decode_step_s > 0
+
+
+async def test_events_come_in_order_and_before_the_answer_ends() -> None:
+    async with worker(num_blocks=6) as w:
+        replay = Replay()
+        for index in range(4):
+            await w.ask(request(str(index), range(10 * index, 10 * index + 60), max_tokens=20))
+            replay.apply(w.events)
+            w.events.clear()
+            assert len(replay.parents) == len(w.pool.committed())
+        assert await w.loop.reset_prefix_cache()
+        assert w.pool.committed() == {}
+        await w.ask(request("9", range(16)))
+        assert isinstance(w.events[0], AllBlocksCleared)
+        assert isinstance(w.events[1], BlockStored)
+
+
+async def test_reset_says_no_while_a_request_runs() -> None:
+    async with worker() as w:
+        async with aclosing(w.loop.generate(request("0", PROMPT, max_tokens=900))) as parts:
+            await anext(parts)
+            assert not await w.loop.reset_prefix_cache()
+        assert await w.loop.reset_prefix_cache()
+
+
+async def test_draining_ends_what_runs_and_takes_nothing_new() -> None:
+    async with worker() as w:
+        w.engine.gate.clear()
+        task = w.start(request("0", PROMPT, max_tokens=3))
+        await w.engine.step_begins()
+        drained = asyncio.create_task(w.loop.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(ShuttingDown):
+            await w.ask(request("1", PROMPT))
+        assert not drained.done()
+        w.engine.gate.set()
+        assert tokens(await task) == answer(PROMPT, 3)
+        await drained
+
+
+async def test_closing_ends_running_waiting_and_new_requests() -> None:
+    async with worker(max_num_seqs=1) as w:
+        w.engine.gate.clear()
+        asked = [w.start(request(str(index), PROMPT, max_tokens=900)) for index in range(3)]
+        await w.engine.step_begins()
+        await w.loop.close()
+        results = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(result) for result in results] == [ShuttingDown] * 3
+        with pytest.raises(ShuttingDown):
+            await w.ask(request("9", PROMPT))
+        with pytest.raises(ShuttingDown):
+            await w.loop.reset_prefix_cache()
+        assert w.loop.failed is None
+        await w.loop.close()  # again is nothing
+
+
+async def test_closing_interrupts_a_long_step() -> None:
+    pool = BlockPool(10, 16)
+    engine = SimEngine(num_blocks=10, block_size=16, costs=CostModel(step_overhead_s=3600.0))
+    scheduler = Scheduler(pool, max_num_seqs=1, max_num_batched_tokens=99, max_model_len=99)
+    loop = EngineLoop(engine, scheduler, clock=SystemClock())
+    loop.start()
+    asked = asyncio.create_task(anext(loop.generate(request("0", PROMPT))))
+    await asyncio.sleep(0)
+    await loop.close()
+    with pytest.raises(ShuttingDown):
+        await asked
+
+
+async def test_a_loop_that_never_started_closes_too() -> None:
+    made = Worker()
+    asked = made.start(request("0", PROMPT))
+    await asyncio.sleep(0)
+    await made.loop.close()
+    with pytest.raises(ShuttingDown):
+        await asked
+
+
+async def test_an_engine_of_another_size_than_the_pool_is_refused() -> None:
+    scheduler = Scheduler(
+        BlockPool(10, 16), max_num_seqs=1, max_num_batched_tokens=99, max_model_len=99
+    )
+    with pytest.raises(ValueError, match="engine of 10 blocks of 8 tokens, pool of 10 of 16"):
+        EngineLoop(SimEngine(num_blocks=10, block_size=8), scheduler, clock=SystemClock())
