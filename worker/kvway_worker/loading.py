@@ -31,7 +31,7 @@ class Loaded:
     scheduler: Scheduler
 
 
-def load_model(settings: WorkerSettings, model_dir: Path, *, clock: Clock) -> Loaded:
+def load_model(settings: WorkerSettings, model_dir: Path, clock: Clock) -> Loaded:
     """Load tokenizer and engine from a model's folder.
 
     Raises:

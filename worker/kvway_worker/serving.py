@@ -23,7 +23,7 @@ from typing import Final, TypeVar
 import structlog
 from aiohttp import web
 
-from kvway_core.clock import SystemClock
+from kvway_core.clock import Clock, SystemClock
 from kvway_core.errors import EngineFailed
 from kvway_core.lifecycle import Supervisor, start_site, write_ready_file
 from kvway_core.metrics import new_registry
@@ -43,8 +43,20 @@ T = TypeVar("T")
 _log = structlog.get_logger(__name__)
 
 
-async def serve(settings: WorkerSettings, model_dir: Path, supervisor: Supervisor) -> None:
+async def serve(
+    settings: WorkerSettings,
+    model_dir: Path,
+    supervisor: Supervisor,
+    *,
+    load: Callable[[WorkerSettings, Path, Clock], Loaded] = load_model,
+) -> None:
     """Serve a model until the supervisor says stop, then drain.
+
+    Args:
+        settings: As started.
+        model_dir: The model's folder.
+        supervisor: Owns the tasks, and says when to stop.
+        load: Loads the model; runs on a thread of its own.
 
     Raises:
         ConfigError: A port is taken, or the model does not load.
@@ -71,7 +83,7 @@ async def serve(settings: WorkerSettings, model_dir: Path, supervisor: Superviso
         url = _url(settings.host, port)
         _log.info("worker_listening", url=url, model=settings.name)
 
-        loaded = await _load_unless_stopped(settings, model_dir, clock, supervisor)
+        loaded = await _unless_stopped(partial(load, settings, model_dir, clock), supervisor)
         if loaded is None:
             return
         engine = EngineLoop(
@@ -95,7 +107,7 @@ async def serve(settings: WorkerSettings, model_dir: Path, supervisor: Superviso
         await _drain(worker, timeout_s=settings.drain_timeout_s)
 
 
-def _publisher(settings: WorkerSettings, boot_id: str, clock: SystemClock) -> KvEventPublisher:
+def _publisher(settings: WorkerSettings, boot_id: str, clock: Clock) -> KvEventPublisher:
     options = KvEventOptions(
         host=settings.kv_events_host,
         pub_port=settings.kv_events_port,
@@ -106,18 +118,16 @@ def _publisher(settings: WorkerSettings, boot_id: str, clock: SystemClock) -> Kv
     return KvEventPublisher(options, boot_id=boot_id, clock=clock)
 
 
-async def _load_unless_stopped(
-    settings: WorkerSettings, model_dir: Path, clock: SystemClock, supervisor: Supervisor
-) -> Loaded | None:
-    """Load the model while the event loop goes on; None when told to stop meanwhile."""
-    loading = _on_daemon_thread(partial(load_model, settings, model_dir, clock=clock))
+async def _unless_stopped(function: Callable[[], T], supervisor: Supervisor) -> T | None:
+    """Run a slow function while the event loop goes on; None when told to stop meanwhile."""
+    running = _on_daemon_thread(function)
     stop = asyncio.ensure_future(supervisor.wait_for_stop())
     try:
-        await asyncio.wait((loading, stop), return_when=asyncio.FIRST_COMPLETED)
-        return loading.result() if loading.done() else None
+        await asyncio.wait((running, stop), return_when=asyncio.FIRST_COMPLETED)
+        return running.result() if running.done() else None
     finally:
         stop.cancel()
-        loading.cancel()
+        running.cancel()
 
 
 def _on_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:
