@@ -7,6 +7,10 @@
     replayed batch   next in order: applied
                      behind a missing number: what is between is gone; cleared, then applied
     end of replay    what was kept is next, as far as it goes
+                     nothing came: the worker is younger than it should be, so it restarted
+
+A replay is asked for from the last batch that was applied, so that a worker that did not restart
+always has an answer.
 
 What cannot be replayed any more may have held removals, so the replica is cleared: a missed block
 costs less than one that is not there.
@@ -56,9 +60,9 @@ class FeedStats:
         num_batches: Batches applied.
         num_events: Events in them.
         num_bad: Events and batches that could not be read, skipped.
-        num_duplicates: Batches seen before, or of a past life of the worker.
+        num_duplicates: Live batches seen before, or of a past life of the worker.
         num_gaps: Times that a number was missing.
-        num_replays: Replays asked for because of a gap, a start or a restart.
+        num_replays: Replays asked for: at the start, for a gap, or to see whether one was missed.
         num_lost: Times that the worker could no longer replay and the replica was cleared.
         num_restarts: Times that another life of the worker answered.
         num_outages: Times that the feed went down.
@@ -123,6 +127,7 @@ class FeedState:
     """
 
     __slots__ = (
+        "_is_answered",
         "_known_from",
         "_num_pending_blocks",
         "_options",
@@ -141,12 +146,13 @@ class FeedState:
         self.replaying = False
         self.stats = stats
         self._options = options
-        self._past_boots: deque[str | None] = deque(maxlen=_MAX_PAST_BOOTS)
+        self._past_boots: deque[str] = deque(maxlen=_MAX_PAST_BOOTS)
         self._pending: dict[int, EventBatch] = {}
         self._num_pending_blocks = 0
         # The lowest live number that was already here when the replay was asked for: all before it
         # existed by then, so a replay that ends without them means that they are gone.
         self._known_from: int | None = None
+        self._is_answered = False
 
     def start(self) -> list[Action]:
         """Clears, and asks for everything from the first batch on."""
@@ -180,6 +186,7 @@ class FeedState:
         """Takes a replayed batch."""
         if not self.replaying:
             return []
+        self._is_answered = True
         actions: list[Action] = []
         if batch.boot_id != self.boot_id:
             # Whoever answers is alive, so this is the present boot.
@@ -190,7 +197,6 @@ class FeedState:
                     return [*actions, self._replay()]
             self.boot_id = batch.boot_id
         if seq < self.next_seq:
-            self.stats.num_duplicates += 1
             return actions
         if seq > self.next_seq:
             actions.append(self._lose())
@@ -201,6 +207,8 @@ class FeedState:
         if not self.replaying:
             return []
         self.replaying = False
+        if self.next_seq and not self._is_answered:
+            return [*self._restart(None), self._replay()]
         known_from, self._known_from = self._known_from, None
         actions: list[Action] = [*self._catch_up()]
         if known_from is not None and self.next_seq < known_from:
@@ -218,13 +226,15 @@ class FeedState:
 
     def _replay(self) -> Replay:
         self.replaying = True
+        self._is_answered = False
         self._known_from = min(self._pending, default=None)
-        return Replay(self.next_seq)
+        return Replay(max(0, self.next_seq - 1))
 
     def _restart(self, boot_id: str | None) -> list[Action]:
         self.stats.num_restarts += 1
-        self._past_boots.append(self.boot_id)
-        if boot_id in self._past_boots:
+        if self.boot_id is not None:
+            self._past_boots.append(self.boot_id)
+        if boot_id is not None and boot_id in self._past_boots:
             self._past_boots.remove(boot_id)
         self._forget()
         self.boot_id = boot_id

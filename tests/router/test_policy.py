@@ -1,0 +1,233 @@
+"""The choice: three replicas, one is made different, and both the choice and its reason follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from kvway_core.errors import NoReplicaAvailable
+from kvway_router.policy import (
+    Decision,
+    PolicyParams,
+    Prompt,
+    Reason,
+    ReplicaLoad,
+    choose,
+    own_work_tokens,
+    running_mean,
+)
+
+PARAMS = PolicyParams()
+PROMPT = Prompt(num_tokens=1610, block_size=16, prefix_key=b"system")
+
+
+def load(name: str, **changes: Any) -> ReplicaLoad:
+    idle = ReplicaLoad(
+        replica_id=f"{name}:1",
+        queued_prefill_s=0.0,
+        num_prefills=0,
+        decode_step_s=0.0,
+        prefill_tokens_per_s=1000.0,
+        blocks_pinned=0,
+        blocks_total=1000,
+        in_flight=0,
+        blocks_held=0,
+    )
+    return dataclasses.replace(idle, **changes)
+
+
+def decide(*loads: ReplicaLoad, matches: dict[str, int] | None = None, **options: Any) -> Decision:
+    prompt = options.pop("prompt", PROMPT)
+    return choose(prompt, matches or {}, loads, params=PARAMS, **options)
+
+
+def test_the_longest_match_wins_among_idle_replicas() -> None:
+    decision = decide(load("a"), load("b"), load("c"), matches={"b:1": 90, "c:1": 40})
+    assert (decision.replica_id, decision.reason) == ("b:1", Reason.PREFIX)
+    assert decision.chosen.cached_tokens == 1440
+    assert decision.chosen.uncached_tokens == 170
+    assert "b:1 holds 1440 of 1610 prompt tokens" in decision.detail
+
+
+def test_without_a_match_the_least_work_wins() -> None:
+    decision = decide(load("a", queued_prefill_s=2.0), load("b"), load("c", queued_prefill_s=1.0))
+    assert (decision.replica_id, decision.reason) == ("b:1", Reason.LEAST_LOADED)
+    assert [c.replica_id for c in decision.candidates] == ["b:1", "c:1", "a:1"]
+
+
+def test_a_match_is_left_exactly_when_waiting_costs_more_than_computing() -> None:
+    """The whole prompt takes about 1.63 s here; the match saves 1.44 s of it and a bit."""
+    matches = {"a:1": 90}
+    own = decide(load("a"), load("b"), matches=matches).candidates
+    saved = next(c for c in own if c.replica_id == "b:1").own_s - own[0].own_s
+    near = decide(load("a", queued_prefill_s=saved - 0.01), load("b"), matches=matches)
+    far = decide(load("a", queued_prefill_s=saved + 0.01), load("b"), matches=matches)
+    assert (near.replica_id, near.reason) == ("a:1", Reason.PREFIX)
+    assert (far.replica_id, far.reason) == ("b:1", Reason.SPILL)
+    assert "a:1 holds 1440" in far.detail
+
+
+def test_one_hot_replica_does_not_take_affinity_from_the_others() -> None:
+    decision = decide(
+        load("a", queued_prefill_s=60.0), load("b", queued_prefill_s=0.2), load("c"),
+        matches={"b:1": 90},
+    )  # fmt: skip
+    assert (decision.replica_id, decision.reason) == ("b:1", Reason.PREFIX)
+
+
+def test_saved_work_counts_more_the_longer_all_queue() -> None:
+    """The same difference of queues: it decides while others idle, and not when all are behind."""
+    matches = {"a:1": 90}
+    calm = decide(load("a", queued_prefill_s=2.0), load("b"), matches=matches, mean_own_s=10.0)
+    busy = decide(
+        load("a", queued_prefill_s=12.0), load("b", queued_prefill_s=10.0),
+        matches=matches, mean_own_s=10.0,
+    )  # fmt: skip
+    assert calm.replica_id == "b:1"
+    assert calm.price_of_work == pytest.approx(0.1)
+    assert busy.replica_id == "a:1"
+    assert busy.price_of_work == pytest.approx(1.1)
+    assert busy.chosen.price_s == pytest.approx(1.1 * busy.chosen.own_s)
+
+
+def test_a_step_is_paid_for_each_prefill_before_and_each_own_chunk() -> None:
+    decision = decide(
+        load("a", num_prefills=3, decode_step_s=0.1), prompt=Prompt(num_tokens=5000, block_size=16)
+    )
+    assert decision.chosen.step_s == pytest.approx((3 + 3) * 0.1)
+
+
+def test_own_work_grows_with_the_context_before_it() -> None:
+    assert own_work_tokens(1000, 0, attention_tokens=60_000) == pytest.approx(1000 * (1 + 1 / 120))
+    assert own_work_tokens(1000, 60_000, attention_tokens=60_000) == pytest.approx(
+        1000 * (2 + 1 / 120)
+    )
+
+
+def test_memory_that_runs_out_costs_and_memory_that_is_unknown_does_not() -> None:
+    """Own need is 101 blocks of 1000: 0.85 + 0.101 is 0.151 over the threshold."""
+    full = load("a", blocks_pinned=850)
+    assert decide(full).chosen.kv_s == pytest.approx(3.0 * 0.151)
+    assert decide(load("a", blocks_pinned=690)).chosen.kv_s == 0.0
+    assert decide(load("a", blocks_pinned=10**9, blocks_total=None)).chosen.kv_s == 0.0
+    assert decide(full, load("b")).replica_id == "b:1"
+
+
+def test_a_full_hit_still_computes_a_token() -> None:
+    prompt = Prompt(num_tokens=1600, block_size=16)
+    chosen = decide(load("a"), matches={"a:1": 100}, prompt=prompt).chosen
+    assert (chosen.uncached_tokens, chosen.cached_tokens) == (1, 1599)
+    assert chosen.own_s > 0
+
+
+def test_an_empty_prompt_costs_a_token() -> None:
+    chosen = decide(load("a"), prompt=Prompt(num_tokens=0, block_size=16)).chosen
+    assert (chosen.uncached_tokens, chosen.cached_tokens) == (1, 0)
+
+
+def test_an_unknown_rate_is_borrowed_from_the_fleet() -> None:
+    candidates = decide(
+        load("a", prefill_tokens_per_s=500.0),
+        load("b", prefill_tokens_per_s=1500.0),
+        load("c", prefill_tokens_per_s=None),
+    ).candidates
+    times = {c.replica_id: c.own_s for c in candidates}
+    assert times["c:1"] == pytest.approx(times["a:1"] / 2)
+    alone = decide(load("c", prefill_tokens_per_s=None)).chosen
+    assert alone.own_s == pytest.approx(
+        own_work_tokens(1610, 0, attention_tokens=60_000) / PARAMS.default_prefill_tokens_per_s
+    )
+
+
+def test_a_new_replica_gets_the_next_cold_prompt() -> None:
+    decision = decide(
+        load("a", blocks_held=900),
+        load("b", blocks_held=900),
+        load("new", prefill_tokens_per_s=None),
+    )
+    assert (decision.replica_id, decision.reason) == ("new:1", Reason.LEAST_LOADED)
+
+
+def test_ties_go_to_fewer_blocks_then_fewer_requests() -> None:
+    assert decide(load("a", blocks_held=41), load("b", blocks_held=7)).replica_id == "b:1"
+    assert decide(load("a", in_flight=1), load("b", blocks_held=49)).replica_id == "b:1"
+    assert decide(load("a", in_flight=1), load("b", blocks_held=51)).replica_id == "a:1"
+
+
+def test_rates_that_differ_by_noise_are_a_tie() -> None:
+    decision = decide(
+        load("a", prefill_tokens_per_s=1040.0, blocks_held=50), load("b", blocks_held=0)
+    )
+    assert decision.replica_id == "b:1"
+
+
+def test_a_tie_never_gives_a_match_away() -> None:
+    """Both cost about the same, as the prompt is long and the match one block."""
+    decision = decide(load("a", blocks_held=5000, in_flight=9), load("b"), matches={"a:1": 1})
+    assert (decision.replica_id, decision.reason) == ("a:1", Reason.PREFIX)
+
+
+def test_routers_that_do_not_talk_agree_and_prefixes_spread() -> None:
+    names = [f"r{number}" for number in range(4)]
+    chosen = []
+    for number in range(200):
+        prompt = Prompt(num_tokens=100, block_size=16, prefix_key=f"prefix {number}".encode())
+        one = decide(*map(load, names), prompt=prompt)
+        other = decide(*map(load, reversed(names)), prompt=prompt)
+        assert one.replica_id == other.replica_id
+        chosen.append(one.replica_id)
+    counts = [chosen.count(f"{name}:1") for name in names]
+    assert min(counts) > 25
+
+
+def test_a_replica_that_leaves_moves_only_its_own_prefixes() -> None:
+    names = [f"r{number}" for number in range(4)]
+    for number in range(100):
+        prompt = Prompt(num_tokens=100, block_size=16, prefix_key=f"prefix {number}".encode())
+        before = decide(*map(load, names), prompt=prompt).replica_id
+        after = decide(*map(load, names[:3]), prompt=prompt).replica_id
+        assert before in (after, "r3:1")
+
+
+def test_one_candidate_is_the_only_replica() -> None:
+    decision = decide(load("a", queued_prefill_s=100.0), matches={"a:1": 3})
+    assert decision.reason is Reason.ONLY_REPLICA
+    assert "only replica" in decision.detail
+
+
+@pytest.mark.parametrize("loads", [[load("a")], [load("a"), load("b")]])
+def test_a_retry_says_so(loads: list[ReplicaLoad]) -> None:
+    decision = decide(*loads, retry=True)
+    assert decision.reason is Reason.RETRY
+    assert decision.detail.endswith(".")
+
+
+def test_nobody_to_choose_from_is_an_error() -> None:
+    with pytest.raises(NoReplicaAvailable):
+        decide()
+
+
+def test_every_term_is_in_the_cost() -> None:
+    decision = decide(
+        load("a", queued_prefill_s=1.0, num_prefills=1, decode_step_s=0.5, blocks_pinned=900),
+        load("b", queued_prefill_s=50.0),
+        matches={"a:1": 10, "b:1": 4},
+        mean_own_s=2.0,
+    )
+    for c in decision.candidates:
+        assert c.ttft_s == c.queued_s + c.step_s + c.own_s
+        assert c.cost_s == pytest.approx(c.ttft_s + c.price_s + c.kv_s)
+    assert all(
+        value > 0
+        for value in (decision.chosen.step_s, decision.chosen.price_s, decision.chosen.kv_s)
+    )
+    assert decision.candidates[0].cost_s <= decision.candidates[1].cost_s
+
+
+def test_a_running_mean_starts_with_its_first_value() -> None:
+    assert running_mean(None, 3.0) == 3.0
+    assert running_mean(2.0, 4.0, weight=0.25) == pytest.approx(2.5)
+    assert math.isclose(running_mean(5.0, 5.0), 5.0)
