@@ -1,1 +1,4 @@
-"""Benchmarks and load tests: each prints a table for people and one JSON object as its last line."""
+"""Benchmarks and load tests.
+
+Each prints a table for people and, as its last line, one JSON object for machines.
+"""

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
-from kvway_core.testing.byte_model import write_byte_model
 
+from kvway_core.testing.byte_model import write_byte_model
 from tests.e2e.harness import Cluster
 
 if TYPE_CHECKING:

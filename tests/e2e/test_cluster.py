@@ -102,7 +102,7 @@ async def test_a_decision_says_what_was_weighed_and_what_happened(cluster: Clust
 
 
 async def test_a_killed_worker_is_skipped_and_comes_back(cluster: Cluster) -> None:
-    """kill -9 of a worker costs no request that has not begun; restarted, it serves again."""
+    """Kill -9 of a worker costs no request that has not begun; restarted, it serves again."""
     a, b = await cluster.worker("a"), await cluster.worker("b")
     router = await cluster.router(a, b)
     await post(cluster, router, chat("Rivers", "Name one in Europe."))
@@ -172,8 +172,7 @@ async def test_sigterm_lets_streams_end_and_exits_0(cluster: Cluster) -> None:
         chunks = [await response.content.readany()]
         router.signal(signal.SIGTERM)
         worker.signal(signal.SIGTERM)
-        async for chunk in response.content.iter_any():
-            chunks.append(chunk)
+        chunks += [chunk async for chunk in response.content.iter_any()]
     assert b"".join(chunks).endswith(b"data: [DONE]\n\n")
     assert await router.wait(limit_s=20) == 0, router.tail
     assert await worker.wait(limit_s=20) == 0, worker.tail
