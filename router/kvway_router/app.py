@@ -94,7 +94,7 @@ class Router:
             [DnsName.parse(text) for text in settings.replica_dns],
             on_change=self.replicas.set_replicas,
         )
-        self._readers = ReaderPool(
+        self.readers = ReaderPool(
             num_threads=settings.reader_threads, max_waiting=settings.max_waiting_prompts
         )
         self._client = ReplicaClient(
@@ -111,7 +111,7 @@ class Router:
             replicas=self.replicas,
             index=index,
             ledger=ledger,
-            readers=self._readers,
+            readers=self.readers,
             client=self._client,
             trips=TripLog(
                 decisions=self.decisions, traffic=traffic, observe=metrics.observe, clock=clock
@@ -120,7 +120,7 @@ class Router:
             max_attempts=settings.max_attempts,
         )
         metrics.registry.register(
-            FleetCollector(fleet=fleet, readers=self._readers, running=self.dispatcher.running)
+            FleetCollector(fleet=fleet, readers=self.readers, running=self.dispatcher.running)
         )
         api = ApiHandlers(
             dispatcher=self.dispatcher,
@@ -146,7 +146,7 @@ class Router:
             ConfigError: A port is taken, or an address is not one of this machine.
         """
         async with AsyncExitStack() as opening:
-            opening.callback(self._readers.close)
+            opening.callback(self.readers.close)
             await opening.enter_async_context(self._client)
             opening.push_async_callback(self._api.cleanup)
             opening.push_async_callback(self._admin.cleanup)

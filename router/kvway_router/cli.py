@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal
+from collections.abc import Sequence
+from typing import Final
 
 from kvway_core import logs
 from kvway_core.cli import Command
 from kvway_core.config import load
-from kvway_core.errors import ConfigError
 from kvway_core.lifecycle import run as run_supervised
 from kvway_core.models import find_model, served_model_name
 from kvway_core.prompts import PromptEncoder
@@ -31,11 +30,10 @@ def run(argv: Sequence[str]) -> int:
     settings = load(
         RouterSettings, argv, env=os.environ, prog="kvway router", description=DESCRIPTION
     ).config
-    if settings.model is None:
-        raise ConfigError(["no model: give --model PATH_OR_ID"])
-    encoder = PromptEncoder.load(find_model(settings.model, os.environ))
-    name = settings.served_model_name or served_model_name(settings.model)
-    logs.setup(settings.log_level, json=_JSON[settings.log_format])
+    spec = settings.model or ""  # never empty: the settings check it
+    encoder = PromptEncoder.load(find_model(spec, os.environ))
+    name = settings.served_model_name or served_model_name(spec)
+    logs.setup(settings.log_level)
     from kvway_router.app import serve  # the web server is not needed for --help
 
     return run_supervised(
@@ -43,6 +41,4 @@ def run(argv: Sequence[str]) -> int:
     )
 
 
-_JSON: Final[Mapping[str, bool | Literal["auto"]]] = {"auto": "auto", "json": True, "text": False}
-
-COMMAND = Command(name="router", summary=SUMMARY, run=run)
+COMMAND: Final = Command(name="router", summary=SUMMARY, run=run)

@@ -98,11 +98,11 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
         num_candidates: Replicas that were weighed.
         candidates: The cheapest of them, `MAX_CANDIDATES` at most, the chosen one among them.
         attempts: Every try, in order.
-        status: HTTP status the client got; None while the request runs.
+        status: HTTP status the client got; None before its answer begins.
         finish: How it ended: "done", "failed", "client_gone" or "shut_down"; "running" until then.
         error: Code of the error that ended it, if one did.
         cached_tokens: Prompt tokens that the replica says it had cached; None if it does not say.
-        ttft_s: From arrival to the first byte of the answer at the router.
+        ttft_s: From arrival to the first byte of the answer, at the router; there once it begins.
         duration_s: From arrival to the end.
     """
 

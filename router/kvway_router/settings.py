@@ -83,17 +83,12 @@ class RouterSettings:
     max_waiting_prompts: int = option(
         256, help="prompts that may wait for such a thread; beyond, requests get 503"
     )
-    max_decisions: int = option(1000, help="decision records that are kept", unit="requests")
+    max_decisions: int = option(1000, help="decisions that are remembered", unit="records")
     drain_timeout_s: float = option(
         30.0, help="time that running requests have to end after SIGTERM", unit="seconds"
     )
     log_level: str = option(
         "info", help="least level that is logged", choices=("debug", "info", "warning", "error")
-    )
-    log_format: str = option(
-        "auto",
-        help="form of a log line; auto is text on a terminal",
-        choices=("auto", "json", "text"),
     )
 
     def validate(self) -> Sequence[str]:

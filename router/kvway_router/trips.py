@@ -122,6 +122,9 @@ class Trip:
         self.status = status
         self.is_event_stream = is_event_stream
         self.ttft_s = self.elapsed_s
+        if self.record is not None:
+            self.record = msgspec.structs.replace(self.record, status=status, ttft_s=self.ttft_s)
+            self._decisions.update(self.record)
 
     def done(self, *, cached_tokens: int | None = None) -> None:
         """The client has the whole answer."""

@@ -95,12 +95,16 @@ async def test_each_fault_has_its_name(
 
 async def test_a_cut_stream_is_noticed(client: ReplicaClient, replica: FakeReplica) -> None:
     replica.script(Answer(break_after_pieces=2))
-    received = b""
-    with pytest.raises(StreamBroken):
+    received: list[bytes] = []
+
+    async def receive() -> None:
         async with client.attempt(replica.url + PATH, headers={}, body=STREAM) as answer:
             async for chunk in answer.chunks():
-                received += chunk
-    assert received.count(b"data:") == 2
+                received.append(chunk)
+
+    with pytest.raises(StreamBroken):
+        await receive()
+    assert b"".join(received).count(b"data:") == 2
 
 
 async def test_a_refused_connection_is_a_failed_connect(

@@ -26,6 +26,7 @@ const percent = (part, whole) => (whole > 0 ? `${((100 * part) / whole).toFixed(
 
 function seconds(value) {
   if (!isNumber(value)) return "–";
+  if (value === 0) return "0";
   if (value >= 10) return `${value.toFixed(1)} s`;
   if (value >= 1) return `${value.toFixed(2)} s`;
   if (value >= 0.01) return `${(1000 * value).toFixed(0)} ms`;
@@ -87,9 +88,9 @@ function showTotals(fleet, decisions) {
     (prompt > 0 ? ` · last ${known.length} requests: ${percent(cached, prompt)}` : "");
   byId("requests").textContent = integer(totals.requests);
   byId("in-flight").textContent = `${integer(replicas.reduce((sum, r) => sum + r.in_flight, 0))} in flight`;
-  const ttfts = decisions.map((d) => d.ttft_s).filter(isNumber);
+  const ttfts = decisions.filter((d) => d.stream).map((d) => d.ttft_s).filter(isNumber);
   byId("ttft").textContent = seconds(median(ttfts));
-  byId("ttft-note").textContent = ttfts.length ? `of the last ${ttfts.length} answers` : "of the decisions below";
+  byId("ttft-note").textContent = ttfts.length ? `of the last ${ttfts.length} streams` : "of the streams below";
   const ready = replicas.filter((r) => r.state === "ready").length;
   byId("ready").textContent = `${ready} / ${replicas.length}`;
   byId("blocks").textContent = `${integer(replicas.reduce((sum, r) => sum + r.blocks_held, 0))} blocks in the index`;
@@ -131,7 +132,9 @@ function showDecisions(decisions) {
     cell(row, integer(decision.prompt_tokens), "num");
     barCell(row, decision.cached_tokens ?? 0, decision.prompt_tokens, integer(decision.cached_tokens));
     cell(row, seconds(decision.predicted_ttft_s), "num");
-    cell(row, seconds(decision.ttft_s), "num");
+    const ttft = element("td", decision.stream ? "num" : "num quiet", seconds(decision.ttft_s));
+    if (!decision.stream) ttft.title = "a whole answer: its first byte comes at its end";
+    row.append(ttft);
     const end = element("td");
     const finish = decision.finish === "client_gone" ? "gone" : decision.finish;
     end.append(pill(finish));
@@ -158,8 +161,8 @@ function showCandidate(candidate, record, widest) {
   line.append(element("span", "mono", candidate.replica_id));
   if (candidate.replica_id === record.replica_id) line.append(pill(record.reason));
   line.append(element("span", "quiet",
-    `${integer(candidate.matched_blocks)} of ${integer(record.prompt_blocks)} blocks matched, ` +
-    `${integer(candidate.uncached_tokens)} tokens to compute, ${integer(candidate.in_flight)} in flight`));
+    `${integer(candidate.matched_blocks)} of ${integer(record.prompt_blocks)} blocks · ` +
+    `${integer(candidate.uncached_tokens)} tokens to compute · ${integer(candidate.in_flight)} in flight`));
   line.append(element("span", "end", `TTFT ${seconds(candidate.predicted_ttft_s)} · cost ${seconds(candidate.cost_s)}`));
   const stack = element("div", "stack");
   for (const [term, name, className] of TERMS) {
