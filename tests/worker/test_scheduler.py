@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvway_core.blocks import Namespace
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, InvariantViolated
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import SamplingParams, Sequence, Status
+from kvway_worker.sequence import Sequence, Status
 from tests.worker.batching import (
     AuditedSim,
     OneHash,
@@ -502,6 +501,24 @@ def test_p37_p38_victims_are_the_newest_and_keep_their_place_in_the_queue() -> N
         assert seq.output_token_ids == answer(range(100 * index, 100 * index + 62), 40)
 
 
+def test_hits_are_looked_up_at_admission_and_not_at_arrival() -> None:
+    """What was cached when a request came may be gone when it runs, or the other way round."""
+    bench = Bench(8, max_num_seqs=1)
+    bench.finish(request("seed", range(48)))
+    waits = request("waits", range(48), max_tokens=3)
+    late = request("late", range(300, 348), max_tokens=3)
+    bench.add(
+        request("0", range(100, 225), max_tokens=4),  # all eight blocks
+        waits,
+        request("1", range(300, 340), max_tokens=2),
+        late,
+    )
+    for _ in run(bench.scheduler, bench.engine):
+        pass
+    assert (waits.cached_tokens, late.cached_tokens) == (0, 32)
+    assert waits.output_token_ids == answer(range(48), 3)
+
+
 def test_events_replay_to_what_the_pool_holds() -> None:
     bench, replay = Bench(12), Replay()
     for index in range(8):
@@ -688,9 +705,3 @@ def test_check_invariants_compares_references_with_the_requests() -> None:
     bench.pool.allocate(1)
     with pytest.raises(InvariantViolated, match="4: requests hold"):
         bench.scheduler.check_invariants()
-
-
-def test_a_sequence_without_tokens_or_with_impossible_ones_is_refused() -> None:
-    for prompt, message in (([], "has no tokens"), ([-1], "out of range"), ([2**32], "range")):
-        with pytest.raises(InvalidRequest, match=message):
-            Sequence("0", prompt, params=SamplingParams(max_tokens=1), namespace=Namespace("m"))
