@@ -1,7 +1,7 @@
 """How a process starts, watches its tasks and stops.
 
     async def main(supervisor: Supervisor) -> None:
-        supervisor.spawn("probe", probe_replicas())
+        _ = supervisor.spawn("probe", probe_replicas())
         port = await start_site(make_runner(app), host, port)
         write_ready_file(path, {"url": ...})
         await supervisor.wait_for_stop()
@@ -74,6 +74,8 @@ class Supervisor:
         task = self._group.create_task(self._watch(name, coro), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # A task that is cancelled before its first step never starts its coroutine.
+        task.add_done_callback(lambda _task: coro.close())
         return task
 
     def stop(self, reason: str) -> None:

@@ -43,11 +43,12 @@ def setup(level: str = "info", *, json: bool | Literal["auto"] = "auto") -> None
         rendering = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
     else:
         rendering = [
+            _escape_event,
             structlog.dev.ConsoleRenderer(
                 colors=sys.stderr.isatty(),
                 repr_native_str=True,
                 exception_formatter=structlog.dev.plain_traceback,
-            )
+            ),
         ]
     structlog.configure(
         processors=[*shared, *rendering],
@@ -63,3 +64,13 @@ def setup(level: str = "info", *, json: bool | Literal["auto"] = "auto") -> None
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+def _escape_event(
+    _logger: object, _method: str, event_dict: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Escapes line breaks and terminal codes in the event, which libraries put anything into."""
+    event = str(event_dict["event"])
+    if not event.isprintable():
+        event_dict["event"] = repr(event)[1:-1]
+    return event_dict

@@ -228,7 +228,11 @@ def test_bad_messages_are_named(param: str, messages: list[object]) -> None:
 
 
 def test_an_assistant_may_have_called_a_tool_and_said_nothing() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    call: dict[str, object] = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": "{}"},
+    }
     messages = [MESSAGE, {"role": "assistant", "content": None, "tool_calls": [call]}]
     assert chat(messages=messages).messages[1] == ChatMessage("assistant", tool_calls=[call])
 

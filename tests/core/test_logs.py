@@ -1,0 +1,66 @@
+"""Logs: one line per event whatever it says, the same form for libraries."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvway_core import logs
+
+PROGRAM = """
+import logging, structlog
+from kvway_core import logs
+logs.setup({level!r}, json={json})
+log = structlog.get_logger()
+with structlog.contextvars.bound_contextvars(request_id="r1"):
+    log.debug("request_seen")
+    log.info("request_finished", path={path!r}, num_tokens=3)
+logging.getLogger("library").warning("careful: %s", {path!r})
+logging.getLogger("library").info("chatter")
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("request_crashed")
+"""
+STRANGE = 'a\r\nb\x1b[31m\x00"\u2028'
+
+
+def run(level: str, *, json: bool) -> list[str]:
+    code = PROGRAM.format(level=level, json=json, path=STRANGE)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+    assert done.stdout == b""
+    return done.stderr.decode().split("\n")[:-1]
+
+
+def test_json_lines() -> None:
+    seen, finished, library, crashed = (json.loads(line) for line in run("debug", json=True))
+    assert seen["event"] == "request_seen"
+    assert finished["event"] == "request_finished"
+    assert (finished["path"], finished["num_tokens"]) == (STRANGE, 3)
+    assert (finished["request_id"], finished["level"]) == ("r1", "info")
+    assert finished["timestamp"].endswith("Z")
+    assert (library["event"], library["level"]) == (f"careful: {STRANGE}", "warning")
+    assert crashed["exception"][0]["exc_type"] == "ZeroDivisionError"
+
+
+def test_text_lines() -> None:
+    finished, library, *rest = run("info", json=False)
+    assert "request_finished" in finished
+    assert f"careful: {repr(STRANGE)[1:-1]}" in library
+    assert repr(STRANGE) in finished
+    assert "request_id='r1'" in finished
+    assert "\x1b" not in "".join([finished, library, *rest])
+    assert rest[-1].startswith("ZeroDivisionError")
+
+
+def test_the_level_is_the_least_severe_event_logged() -> None:
+    lines = [json.loads(line)["level"] for line in run("error", json=True)]
+    assert lines == ["warning", "error"]
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ValueError, match="debug, info, warning, error"):
+        logs.setup("loud")
