@@ -6,18 +6,19 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
 from typing_extensions import override
 
 from kvway_core.clock import Clock, SystemClock
 from kvway_core.lifecycle import start_site
+from kvway_core.metrics import new_registry
 from kvway_core.web import make_runner
 from kvway_worker.app import build_app
 from kvway_worker.engine import Engine, EngineLoop
@@ -106,6 +107,7 @@ class Running:
     worker: Worker
     engine: EngineLoop
     http: aiohttp.ClientSession
+    logs: list[MutableMapping[str, Any]]
 
     async def post(
         self, path: str, body: Any, *, headers: Mapping[str, str] | None = None
@@ -188,22 +190,24 @@ async def serving(
     settings = make_settings(model_dir, **fields)
     assert settings.validate() == []
     loaded = load_model(settings, model_dir, clock)
-    worker = Worker(settings, boot_id="boot", clock=clock, registry=CollectorRegistry())
+    registry = new_registry("worker", version="0")
+    worker = Worker(settings, boot_id="boot", clock=clock, registry=registry)
     runner = make_runner(build_app(worker), max_body_bytes=settings.max_body_bytes)
     try:
         port = await start_site(runner, "127.0.0.1", 0)
-        async with (
-            EngineLoop(
-                engine or loaded.engine,
-                loaded.scheduler,
-                clock=clock,
-                max_waiting=settings.max_waiting,
-                debug_invariants=True,
-            ) as loop,
-            aiohttp.ClientSession() as http,
-        ):
-            worker.serve(loaded.model, loop)
-            yield Running(f"http://127.0.0.1:{port}", worker, loop, http)
+        with capture_logs() as logs:
+            async with (
+                EngineLoop(
+                    engine or loaded.engine,
+                    loaded.scheduler,
+                    clock=clock,
+                    max_waiting=settings.max_waiting,
+                    debug_invariants=True,
+                ) as loop,
+                aiohttp.ClientSession() as http,
+            ):
+                worker.serve(loaded.model, loop)
+                yield Running(f"http://127.0.0.1:{port}", worker, loop, http, logs)
     finally:
         await runner.cleanup()
         worker.executor.close()

@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvway_core.testing.byte_model import write_byte_model
 from tests.worker.http_worker import IM_END, ScriptedEngine, chat, completion, serving
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 BLOCK = 16
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The byte model."""
-    return write_byte_model(tmp_path_factory.mktemp("model"))
 
 
 def text_of(events: list[Any]) -> str:
@@ -28,9 +21,9 @@ def text_of(events: list[Any]) -> str:
     return "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
 
 
-async def test_a_chat_is_answered_in_openais_form(model: Path) -> None:
+async def test_a_chat_is_answered_in_openais_form(byte_model: Path) -> None:
     """Id, object, usage with cached tokens (0 included), fingerprint, headers."""
-    async with serving(model, ScriptedEngine(b"Hi!")) as running:
+    async with serving(byte_model, ScriptedEngine(b"Hi!")) as running:
         status, body, headers = await running.post(CHAT, chat(max_tokens=3))
     assert status == 200
     assert headers["x-kvway-cached-tokens"] == "0"
@@ -59,9 +52,9 @@ async def test_a_chat_is_answered_in_openais_form(model: Path) -> None:
     }
 
 
-async def test_a_completion_is_answered_in_openais_form(model: Path) -> None:
+async def test_a_completion_is_answered_in_openais_form(byte_model: Path) -> None:
     """A text completion has its own id, object and choices."""
-    async with serving(model, ScriptedEngine(b"Hi!")) as running:
+    async with serving(byte_model, ScriptedEngine(b"Hi!")) as running:
         status, body, _ = await running.post(COMPLETIONS, completion("abc", max_tokens=3))
     assert status == 200
     assert body["id"].startswith("cmpl-")
@@ -73,10 +66,10 @@ async def test_a_completion_is_answered_in_openais_form(model: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [chat, completion])
-async def test_a_stream_has_the_text_of_the_whole_answer(model: Path, make: Any) -> None:
+async def test_a_stream_has_the_text_of_the_whole_answer(byte_model: Path, make: Any) -> None:
     """Streamed or not, cold or warm: the same text, one id, one reason, then [DONE]."""
     path = CHAT if make is chat else COMPLETIONS
-    async with serving(model) as running:
+    async with serving(byte_model) as running:
         _, whole, _ = await running.post(path, make(max_tokens=40))
         events = await running.events(path, make(max_tokens=40))
     choice = whole["choices"][0]
@@ -91,9 +84,9 @@ async def test_a_stream_has_the_text_of_the_whole_answer(model: Path, make: Any)
     assert not any("usage" in chunk for chunk in chunks)
 
 
-async def test_a_chat_stream_opens_with_the_role_and_nothing_else(model: Path) -> None:
+async def test_a_chat_stream_opens_with_the_role_and_nothing_else(byte_model: Path) -> None:
     """The first chunk names the assistant; no later one does."""
-    async with serving(model, ScriptedEngine(b"ab")) as running:
+    async with serving(byte_model, ScriptedEngine(b"ab")) as running:
         first, *others = await running.events(CHAT, chat(max_tokens=2))
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -104,10 +97,10 @@ async def test_a_chat_stream_opens_with_the_role_and_nothing_else(model: Path) -
 
 
 @pytest.mark.parametrize("make", [chat, completion])
-async def test_include_usage_adds_one_event_without_choices(model: Path, make: Any) -> None:
+async def test_include_usage_adds_one_event_without_choices(byte_model: Path, make: Any) -> None:
     """Usage is null until the event before [DONE], and the same as in a whole answer."""
     path = CHAT if make is chat else COMPLETIONS
-    async with serving(model) as running:
+    async with serving(byte_model) as running:
         _, whole, _ = await running.post(path, make("cold prompt of its own, long enough"))
         request = make(
             "another cold prompt, long enough too", stream_options={"include_usage": True}
@@ -123,19 +116,19 @@ async def test_include_usage_adds_one_event_without_choices(model: Path, make: A
 TEXT = "naïve café · 日本語 🙂👩‍👩‍👧 end"
 
 
-async def test_no_event_splits_a_character(model: Path) -> None:
+async def test_no_event_splits_a_character(byte_model: Path) -> None:
     """Tokens are bytes here, so most of them end inside a character; no event does."""
     script = TEXT.encode()
-    async with serving(model, ScriptedEngine(script)) as running:
+    async with serving(byte_model, ScriptedEngine(script)) as running:
         events = await running.events(COMPLETIONS, completion(max_tokens=len(script)))
     pieces = [event["choices"][0]["text"] for event in events[:-1]]
     assert "".join(pieces) == TEXT
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-async def test_an_answer_cut_inside_a_character_ends_with_a_replacement(model: Path) -> None:
+async def test_an_answer_cut_inside_a_character_ends_with_a_replacement(byte_model: Path) -> None:
     """max_tokens may cut a character; the text says so once, streamed or not."""
-    async with serving(model, ScriptedEngine("a日".encode())) as running:
+    async with serving(byte_model, ScriptedEngine("a日".encode())) as running:
         _, whole, _ = await running.post(COMPLETIONS, completion(max_tokens=3))
         events = await running.events(COMPLETIONS, completion(max_tokens=3))
     assert whole["choices"][0]["text"] == "a\ufffd"
@@ -155,7 +148,7 @@ async def test_an_answer_cut_inside_a_character_ends_with_a_replacement(model: P
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stop_string_ends_the_answer_and_is_not_in_it(
-    model: Path,
+    byte_model: Path,
     script: bytes,
     stop: str | list[str],
     expected: str,
@@ -165,7 +158,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_in_it(
 ) -> None:
     """Wherever token borders lie; the engine stops at once and frees its blocks."""
     request = completion(max_tokens=60, stop=stop)
-    async with serving(model, ScriptedEngine(script)) as running:
+    async with serving(byte_model, ScriptedEngine(script)) as running:
         if stream:
             request["stream_options"] = {"include_usage": True}
             *chunks, last, _ = await running.events(COMPLETIONS, request)
@@ -179,9 +172,9 @@ async def test_a_stop_string_ends_the_answer_and_is_not_in_it(
     assert (text, reason, usage["completion_tokens"]) == (expected, "stop", num_tokens)
 
 
-async def test_text_held_for_a_stop_string_that_never_came_is_sent(model: Path) -> None:
+async def test_text_held_for_a_stop_string_that_never_came_is_sent(byte_model: Path) -> None:
     """The beginning of a stop string at the end of an answer belongs to the answer."""
-    async with serving(model, ScriptedEngine(b"abSTO")) as running:
+    async with serving(byte_model, ScriptedEngine(b"abSTO")) as running:
         events = await running.events(COMPLETIONS, completion(max_tokens=5, stop="STOP"))
     assert text_of(events) == "abSTO"
     assert events[-2]["choices"][0]["finish_reason"] == "length"
@@ -197,20 +190,20 @@ async def test_text_held_for_a_stop_string_that_never_came_is_sent(model: Path) 
     ],
 )
 async def test_an_end_token_ends_the_answer_and_shows_no_text(
-    model: Path, fields: dict[str, Any], expected: str, reason: str
+    byte_model: Path, fields: dict[str, Any], expected: str, reason: str
 ) -> None:
     """The model's end token, unless ignored, and the request's stop tokens always."""
     script = [ord("a"), ord("b"), IM_END, ord("c")]
-    async with serving(model, ScriptedEngine(script)) as running:
+    async with serving(byte_model, ScriptedEngine(script)) as running:
         _, body, _ = await running.post(COMPLETIONS, completion(max_tokens=6, **fields))
     assert body["choices"][0]["text"] == expected
     assert body["choices"][0]["finish_reason"] == reason
 
 
-async def test_the_second_request_reports_what_it_reused(model: Path) -> None:
+async def test_the_second_request_reports_what_it_reused(byte_model: Path) -> None:
     """Every full block of the shared part, in usage and in the header, before the first byte."""
     shared = "s" * 5 * BLOCK
-    async with serving(model) as running:
+    async with serving(byte_model) as running:
         await running.post(COMPLETIONS, completion(shared + "first"))
         _, body, headers = await running.post(COMPLETIONS, completion(shared + "second"))
         request = completion(shared + "third", stream=True)
@@ -221,21 +214,21 @@ async def test_the_second_request_reports_what_it_reused(model: Path) -> None:
     assert headers["x-kvway-cached-tokens"] == streamed == str(5 * BLOCK)
 
 
-async def test_a_cache_salt_keeps_caches_apart(model: Path) -> None:
+async def test_a_cache_salt_keeps_caches_apart(byte_model: Path) -> None:
     """Same prompt: another salt or none never hits, the same salt does."""
     cached: list[int] = []
-    async with serving(model) as running:
+    async with serving(byte_model) as running:
         for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {}, {"cache_salt": "a"}):
             _, body, _ = await running.post(COMPLETIONS, completion("p" * 40, **salt))
             cached.append(body["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert cached == [0, 0, 0, 2 * BLOCK]
 
 
-async def test_text_and_its_token_ids_are_the_same_prompt(model: Path) -> None:
+async def test_text_and_its_token_ids_are_the_same_prompt(byte_model: Path) -> None:
     """Text, ids, and lists of either; answers in the order of the prompts, usage of all."""
     prompts = ["first prompt", "second, longer prompt"]
     ids = [list(prompt.encode()) for prompt in prompts]
-    async with serving(model) as running:
+    async with serving(byte_model) as running:
         alone = [
             (await running.post(COMPLETIONS, completion(prompt)))[1]["choices"][0]["text"]
             for prompt in (*prompts, *ids)
@@ -257,9 +250,9 @@ async def test_text_and_its_token_ids_are_the_same_prompt(model: Path) -> None:
     assert streamed == alone[:2]
 
 
-async def test_without_a_limit_a_chat_uses_the_rest_of_the_context(model: Path) -> None:
+async def test_without_a_limit_a_chat_uses_the_rest_of_the_context(byte_model: Path) -> None:
     """Chat: all the room there is. Completion: 16 tokens, or the room if that is less."""
-    async with serving(model, max_model_len=64) as running:
+    async with serving(byte_model, max_model_len=64) as running:
         _, body, _ = await running.post(
             CHAT, {**chat("x"), "max_tokens": None, "ignore_eos": True}
         )
@@ -277,16 +270,18 @@ async def test_without_a_limit_a_chat_uses_the_rest_of_the_context(model: Path) 
 @pytest.mark.parametrize(
     ("given", "echoed"), [("req-1:a.b_c", True), ("", False), ("a b", False), ("x" * 200, False)]
 )
-async def test_a_clients_request_id_comes_back(model: Path, given: str, *, echoed: bool) -> None:
+async def test_a_clients_request_id_comes_back(
+    byte_model: Path, given: str, *, echoed: bool
+) -> None:
     """A plain one is echoed; anything else is replaced by the answer's id."""
-    async with serving(model) as running:
+    async with serving(byte_model) as running:
         _, body, headers = await running.post(CHAT, chat(), headers={"x-request-id": given})
     assert headers["x-request-id"] == (given if echoed else body["id"])
 
 
-async def test_tokenize_is_what_a_request_is_made_of(model: Path) -> None:
+async def test_tokenize_is_what_a_request_is_made_of(byte_model: Path) -> None:
     """Ids of messages include the template; detokenize gives their text back."""
-    async with serving(model) as running:
+    async with serving(byte_model) as running:
         messages = chat("hé")["messages"]
         _, tokens, _ = await running.post("/tokenize", {"model": "tiny", "messages": messages})
         _, body, _ = await running.post(CHAT, chat("hé"))
@@ -300,9 +295,9 @@ async def test_tokenize_is_what_a_request_is_made_of(model: Path) -> None:
     assert nothing == {"prompt": ""}
 
 
-async def test_models_names_the_one_model(model: Path) -> None:
+async def test_models_names_the_one_model(byte_model: Path) -> None:
     """With the context that requests have."""
-    async with serving(model, max_model_len=128) as running:
+    async with serving(byte_model, max_model_len=128) as running:
         status, body = await running.get("/v1/models")
     assert status == 200
     [card] = body["data"]

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from kvway_core.clock import SystemClock
 from kvway_core.errors import Overloaded
 from kvway_core.lifecycle import start_site
-from kvway_core.testing.byte_model import write_byte_model
 from kvway_core.web import make_runner
 from kvway_worker.app import build_app
 from kvway_worker.executor import BoundedExecutor
@@ -33,12 +32,6 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The byte model."""
-    return write_byte_model(tmp_path_factory.mktemp("model"))
-
-
 async def states(running: Running) -> tuple[Any, Any, str]:
     """What /health, /ready and /load say."""
     health, ready = await running.get("/health"), await running.get("/ready")
@@ -47,9 +40,9 @@ async def states(running: Running) -> tuple[Any, Any, str]:
     return health, ready, load["state"]
 
 
-async def test_before_the_model_is_loaded_everything_says_starting(model: Path) -> None:
+async def test_before_the_model_is_loaded_everything_says_starting(byte_model: Path) -> None:
     """503 on /health, /ready and requests; /load answers, so that a router sees the state."""
-    settings = make_settings(model)
+    settings = make_settings(byte_model)
     worker = Worker(settings, boot_id="b", clock=SystemClock(), registry=CollectorRegistry())
     runner = make_runner(build_app(worker))
     port = await start_site(runner, "127.0.0.1", 0)
@@ -73,9 +66,9 @@ async def test_before_the_model_is_loaded_everything_says_starting(model: Path) 
     worker.executor.close()
 
 
-async def test_a_ready_worker_says_so(model: Path) -> None:
+async def test_a_ready_worker_says_so(byte_model: Path) -> None:
     """200 everywhere; /load has what a router needs."""
-    async with serving(model, num_blocks=32) as running:
+    async with serving(byte_model, num_blocks=32) as running:
         assert await states(running) == (
             (200, {"status": "ready"}),
             (200, {"status": "ready"}),
@@ -89,10 +82,10 @@ async def test_a_ready_worker_says_so(model: Path) -> None:
     assert load["max_model_len"] == 32 * 16
 
 
-async def test_load_counts_what_runs_and_what_is_cached(model: Path) -> None:
+async def test_load_counts_what_runs_and_what_is_cached(byte_model: Path) -> None:
     """Free + cached + held = total, before, during and after a request."""
     engine = GatedEngine()
-    async with serving(model, engine) as running:
+    async with serving(byte_model, engine) as running:
         request = asyncio.create_task(
             running.post(COMPLETIONS, completion("x" * 40, max_tokens=2))
         )
@@ -112,11 +105,11 @@ async def test_load_counts_what_runs_and_what_is_cached(model: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_steps_before", [0, 3])
 async def test_a_client_that_leaves_frees_its_blocks_with_the_current_step(
-    model: Path, num_steps_before: int, *, stream: bool
+    byte_model: Path, num_steps_before: int, *, stream: bool
 ) -> None:
     """Streamed or not, before the first token or after some: not one more step is computed."""
     engine = GatedEngine()
-    async with serving(model, engine) as running:
+    async with serving(byte_model, engine) as running:
         body = chat(max_tokens=500, stream=stream)
         request = asyncio.create_task(running.post(CHAT, body))
         for _ in range(num_steps_before):
@@ -133,10 +126,10 @@ async def test_a_client_that_leaves_frees_its_blocks_with_the_current_step(
         assert running.engine.load().num_steps == num_steps_before + 1
 
 
-async def test_a_client_that_leaves_takes_all_its_prompts_along(model: Path) -> None:
+async def test_a_client_that_leaves_takes_all_its_prompts_along(byte_model: Path) -> None:
     """One request of several prompts is aborted whole."""
     engine = GatedEngine()
-    async with serving(model, engine) as running:
+    async with serving(byte_model, engine) as running:
         body = completion(["a", "b", "c"], max_tokens=100)
         request = asyncio.create_task(running.post(COMPLETIONS, body))
         await engine.step_waits()
@@ -146,10 +139,10 @@ async def test_a_client_that_leaves_takes_all_its_prompts_along(model: Path) -> 
         assert await running.nothing_is_held()
 
 
-async def test_too_many_waiting_requests_are_refused(model: Path) -> None:
+async def test_too_many_waiting_requests_are_refused(byte_model: Path) -> None:
     """503 overloaded; what was accepted goes on."""
     engine = GatedEngine(b"ok")
-    async with serving(model, engine, max_num_seqs=1, max_waiting=1) as running:
+    async with serving(byte_model, engine, max_num_seqs=1, max_waiting=1) as running:
         accepted = [
             asyncio.create_task(running.post(COMPLETIONS, completion(text, max_tokens=2)))
             for text in ("one", "two")
@@ -162,10 +155,10 @@ async def test_too_many_waiting_requests_are_refused(model: Path) -> None:
         assert [(await task)[0] for task in accepted] == [200, 200]
 
 
-async def test_a_prefix_cache_in_use_is_not_reset(model: Path) -> None:
+async def test_a_prefix_cache_in_use_is_not_reset(byte_model: Path) -> None:
     """False while a request holds blocks."""
     engine = GatedEngine()
-    async with serving(model, engine) as running:
+    async with serving(byte_model, engine) as running:
         request = asyncio.create_task(running.post(COMPLETIONS, completion(max_tokens=900)))
         await engine.step_waits()
         reset = asyncio.create_task(running.post("/reset_prefix_cache", b""))
@@ -176,9 +169,9 @@ async def test_a_prefix_cache_in_use_is_not_reset(model: Path) -> None:
         request.cancel()
 
 
-async def test_a_reset_prefix_cache_is_cold(model: Path) -> None:
+async def test_a_reset_prefix_cache_is_cold(byte_model: Path) -> None:
     """True when nothing runs, and the next request misses."""
-    async with serving(model) as running:
+    async with serving(byte_model) as running:
         cached: list[int] = []
         for reset in (False, False, True):
             if reset:
@@ -188,10 +181,12 @@ async def test_a_reset_prefix_cache_is_cold(model: Path) -> None:
     assert cached == [0, 32, 0]
 
 
-async def test_a_draining_worker_finishes_what_runs_and_refuses_what_is_new(model: Path) -> None:
+async def test_a_draining_worker_finishes_what_runs_and_takes_no_more(
+    byte_model: Path,
+) -> None:
     """Still healthy, not ready; the stream that runs gets its end."""
     engine = GatedEngine(b"abc")
-    async with serving(model, engine) as running:
+    async with serving(byte_model, engine) as running:
         engine.let()
         url = running.url + COMPLETIONS
         async with running.http.post(url, json=completion(max_tokens=3, stream=True)) as response:
@@ -214,19 +209,19 @@ async def test_a_draining_worker_finishes_what_runs_and_refuses_what_is_new(mode
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_failure_before_the_first_output_has_its_own_status(
-    model: Path, *, stream: bool
+    byte_model: Path, *, stream: bool
 ) -> None:
     """500 engine_failed as JSON, also for a stream; the next request is served."""
-    async with serving(model, ScriptedEngine(b"ok", fails_at=frozenset({1}))) as running:
+    async with serving(byte_model, ScriptedEngine(b"ok", fails_at=frozenset({1}))) as running:
         status, body, headers = await running.post(CHAT, chat(max_tokens=2, stream=stream))
         assert (status, body["error"]["code"]) == (500, "engine_failed")
         assert headers["Content-Type"].startswith("application/json")
         assert (await running.post(CHAT, chat(max_tokens=2)))[0] == 200
 
 
-async def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(model: Path) -> None:
+async def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(byte_model: Path) -> None:
     """An error event, no [DONE], and the connection still works; blocks are free."""
-    async with serving(model, ScriptedEngine(b"abcdef", fails_at=frozenset({3}))) as running:
+    async with serving(byte_model, ScriptedEngine(b"abcdef", fails_at=frozenset({3}))) as running:
         url = running.url + COMPLETIONS
         async with running.http.post(url, json=completion(stream=True)) as response:
             *chunks, last = decode_events(await response.read())
@@ -238,9 +233,9 @@ async def test_a_failure_in_the_middle_of_a_stream_is_its_last_event(model: Path
         assert registry.get_sample_value("kvway_worker_broken_streams_total", labels) == 1
 
 
-async def test_an_engine_that_was_given_up_is_unhealthy(model: Path) -> None:
+async def test_an_engine_that_was_given_up_is_unhealthy(byte_model: Path) -> None:
     """503 failed on both probes and 500 for requests: the process is to be replaced."""
-    async with serving(model, ScriptedEngine(b"x", fails_at=frozenset(range(99)))) as running:
+    async with serving(byte_model, ScriptedEngine(b"x", fails_at=frozenset(range(99)))) as running:
         while running.engine.failed is None:
             status, _, _ = await running.post(CHAT, chat())
             assert status == 500
@@ -253,9 +248,9 @@ async def test_an_engine_that_was_given_up_is_unhealthy(model: Path) -> None:
         assert (status, body["error"]["code"]) == (500, "engine_failed")
 
 
-async def test_a_slow_reader_slows_nobody_else(model: Path) -> None:
+async def test_a_slow_reader_slows_nobody_else(byte_model: Path) -> None:
     """A stream that is not read does not keep another request from its answer."""
-    async with serving(model) as running:
+    async with serving(byte_model) as running:
         url = running.url + COMPLETIONS
         body = completion(max_tokens=2000, stream=True, ignore_eos=True)
         async with running.http.post(url, json=body):
@@ -287,3 +282,20 @@ async def test_the_executor_bounds_what_piles_up() -> None:
     assert await second == "second"
     assert await executor.run(lambda: "fourth") == "fourth"
     executor.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_is_one_log_line_without_its_text(
+    byte_model: Path, *, stream: bool
+) -> None:
+    """How it ended and what it cost, and not a word of prompt or answer."""
+    async with serving(byte_model, ScriptedEngine(b"zebra answer")) as running:
+        body = chat("giraffe prompt", max_tokens=12, stream=stream, user="okapi")
+        async with running.http.post(running.url + CHAT, json=body) as response:
+            await response.read()
+        await running.worker.wait_idle()
+        lines = [line for line in running.logs if line["event"] == "request_finished"]
+        text = repr(running.logs)
+    [line] = lines
+    assert (line["outcome"], line["stream"], line["num_output_tokens"]) == ("ok", stream, 12)
+    assert not [word for word in ("giraffe", "zebra", "okapi") if word in text]

@@ -8,23 +8,16 @@ from typing import Any
 
 import pytest
 
-from kvway_core.testing.byte_model import write_byte_model
 from tests.worker.http_worker import Running, chat, completion, serving
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The byte model."""
-    return write_byte_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
-async def running(model: Path) -> AsyncIterator[Running]:
+async def running(byte_model: Path) -> AsyncIterator[Running]:
     """A worker with a context of 64 tokens."""
-    async with serving(model, max_model_len=64, max_body_bytes=2048) as running:
+    async with serving(byte_model, max_model_len=64, max_body_bytes=2048) as running:
         yield running
 
 

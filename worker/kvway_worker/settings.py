@@ -44,11 +44,11 @@ class WorkerSettings:
     )
     num_blocks: int | None = option(
         None,
-        help="KV blocks in the pool. Unset: by --kv-cache-gib; sim: 4096",
+        help="KV blocks in the pool; else by --kv-cache-gib, with sim 4096",
         unit="blocks",
     )
     kv_cache_gib: float | None = option(
-        None, help="memory for KV blocks, torch only. Unset, without --num-blocks: 1", unit="GiB"
+        None, help="memory for KV blocks, torch only; else by --num-blocks, or 1", unit="GiB"
     )
     block_size: int = option(
         DEFAULT_BLOCK_SIZE, help="tokens per KV block; routers learn it from /load", unit="tokens"
@@ -58,7 +58,7 @@ class WorkerSettings:
         2048, help="tokens computed in one step at most", unit="tokens"
     )
     max_model_len: int | None = option(
-        None, help="prompt and answer together at most. Unset: the model's limit", unit="tokens"
+        None, help="prompt and answer together at most; else the model's limit", unit="tokens"
     )
     max_waiting: int = option(
         256, help="requests that may wait for a place; more are refused with 503", unit="requests"
@@ -75,7 +75,7 @@ class WorkerSettings:
     kv_events_port: int = option(0, help="port of the KV events; 0 takes a free one (see /load)")
     kv_events_replay_port: int = option(0, help="port of their replay; 0 takes a free one")
     kv_events_token_ids: bool = option(
-        False, help="put token ids into KV events. They are prompts: mind who can connect"
+        False, help="put token ids into KV events; they are prompts, so mind who can connect"
     )
     kv_events_buffer: int = option(
         10_000, help="batches of KV events kept for replay", unit="batches"
@@ -92,7 +92,7 @@ class WorkerSettings:
     sim_decode_s_per_seq: float = option(
         0.0, help="sim: time a generated token adds to its step", unit="seconds"
     )
-    max_body_bytes: int = option(16 * 2**20, help="largest request body", unit="bytes")
+    max_body_bytes: int = option(8 * 2**20, help="largest request body", unit="bytes")
     body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")
     tokenizer_threads: int = option(2, help="threads that tokenize", unit="threads")
     max_tokenizing: int = option(
@@ -110,19 +110,19 @@ class WorkerSettings:
 
     def validate(self) -> list[str]:
         """Return every problem, one line each; empty when the settings make sense."""
-        problems = [] if self.model else ["--model is missing: give a folder or a fetched hub id"]
+        problems = [] if self.model else ["no model: give --model, a folder or a fetched hub id"]
         problems += [
-            f"{_flag(name)} must be 0 to {_MAX_PORT}: {getattr(self, name)}"
+            f"{_flag(name)} must be 0 to {_MAX_PORT}, got {getattr(self, name)}"
             for name in ("port", "kv_events_port", "kv_events_replay_port")
             if not 0 <= getattr(self, name) <= _MAX_PORT
         ]
         problems += [
-            f"{_flag(name)} must be more than 0: {value}"
+            f"{_flag(name)} must be more than 0, got {value:g}"
             for name in _POSITIVE
             if (value := getattr(self, name)) is not None and not value > 0
         ]
         problems += [
-            f"{_flag(name)} must not be negative: {getattr(self, name)}"
+            f"{_flag(name)} must not be negative, got {getattr(self, name):g}"
             for name in _NOT_NEGATIVE
             if getattr(self, name) < 0
         ]

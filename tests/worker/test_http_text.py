@@ -1,0 +1,98 @@
+"""Stop strings against a naive oracle, and the golden transcript of one streamed chat."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from kvway_core.prompts import Detokenizer, PromptEncoder
+from kvway_core.testing.byte_model import write_byte_model
+from kvway_core.testing.fake_clock import FakeClock
+from kvway_worker.text import StopScanner, TextStream
+from tests.worker.http_worker import chat, serving
+
+LETTERS = st.text("ab", max_size=12)
+
+
+def up_to_first(text: str, stops: list[str]) -> str:
+    """The oracle: search the whole text."""
+    found = [text.find(stop) for stop in stops if stop in text]
+    return text[: min(found)] if found else text
+
+
+@pytest.mark.property
+@given(pieces=st.lists(LETTERS, max_size=8), stops=st.lists(st.text("ab", min_size=1, max_size=4)))
+@example(pieces=["a", "a", "b"], stops=["aab", "b"])
+@example(pieces=["aab"], stops=["ab", "aab"])
+def test_what_is_passed_on_is_the_text_up_to_the_first_stop(
+    pieces: list[str], stops: list[str]
+) -> None:
+    """However the text is cut into pieces, and nothing that was passed on is taken back."""
+    scanner = StopScanner(stops)
+    sent = ""
+    so_far = ""
+    for piece in pieces:
+        so_far += piece
+        already_stopped = scanner.stopped
+        new = scanner.push(piece)
+        assert not (already_stopped and new)
+        sent += new
+        if not scanner.stopped:
+            held = so_far[len(sent) :]
+            assert so_far.startswith(sent)
+            assert len(held) < max(map(len, stops), default=1)
+            assert not held or any(stop.startswith(held) for stop in stops)
+    stopped = scanner.stopped
+    sent += scanner.flush()
+    # A text that contains a stop string early is cut at the first one *seen*: the earliest in the
+    # text up to the piece that completed any.
+    assert stopped == any(stop in so_far for stop in stops)
+    if not stopped:
+        assert sent == so_far
+
+
+@pytest.mark.property
+@given(
+    text=st.text(max_size=20),
+    stops=st.lists(st.text(min_size=1, max_size=3), max_size=3),
+)
+def test_byte_by_byte_the_text_ends_before_the_first_stop_that_completes(
+    encoder: PromptEncoder, text: str, stops: list[str]
+) -> None:
+    """With one token per byte there is one answer: cut at the stop string that ends first."""
+    stream = TextStream(Detokenizer(encoder), stops=stops)
+    sent = ""
+    for token in text.encode():
+        sent += stream.push(token)
+        if stream.stopped:
+            break
+    else:
+        sent += stream.finish()
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    seen = text[: min(ends)] if ends else text
+    assert sent == up_to_first(seen, stops)
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
+    """The byte model's."""
+    return PromptEncoder.load(write_byte_model(tmp_path_factory.mktemp("bytes")))
+
+
+async def test_a_streamed_chat_is_as_agreed(
+    byte_model: Path, golden: Callable[[str, str], None]
+) -> None:
+    """Byte for byte, but for the id and the fingerprint."""
+    body = chat(stream=True, max_tokens=4, stream_options={"include_usage": True})
+    async with serving(byte_model, clock=FakeClock()) as running:
+        url = running.url + "/v1/chat/completions"
+        async with running.http.post(url, data=json.dumps(body)) as response:
+            raw = await response.text()
+    raw = re.sub(r"chatcmpl-[0-9a-f]{32}", "chatcmpl-ID", raw)
+    golden("worker_chat.sse", re.sub(r"kvway-[0-9a-f]{12}", "kvway-FINGERPRINT", raw))
