@@ -85,7 +85,8 @@ class TorchEngine:
         num_blocks: KV blocks; excludes `kv_cache_bytes`.
         kv_cache_bytes: memory for them; 1 GiB when neither is given.
         block_size: tokens per block.
-        max_model_len: tokens of the longest request; the model's own limit by default.
+        max_model_len: tokens of the longest request, which must fit into the blocks; by default
+            the model's own limit, or what fits.
         deterministic: bit for bit the same answers, slower.
         num_threads: threads that compute on the CPU, for the whole process; torch's own choice by
             default.
@@ -119,7 +120,6 @@ class TorchEngine:
                 "that the model was made for: give at most that"
             )
             raise ConfigError([problem])
-        self.max_model_len: int = max_model_len or model.max_model_len
         self.block_size: int = block_size
         self.vocab_size: int = model.vocab_size
         shape = model.kv_shape(block_size)
@@ -127,12 +127,19 @@ class TorchEngine:
             shape,
             num_blocks=num_blocks,
             kv_cache_bytes=kv_cache_bytes,
-            max_model_len=self.max_model_len,
+            max_model_len=max_model_len,
+        )
+        self.max_model_len: int = max_model_len or min(
+            model.max_model_len, self.num_blocks * block_size
         )
         self._model = model
         self._cache = PagedKVCache(shape, num_blocks=self.num_blocks, device=torch_device)
         self._deterministic = deterministic
-        self._warm_up()
+        try:
+            self._warm_up()
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+            problem = f"the model in {model_dir} does not run on the paged cache: {error}"
+            raise ConfigError([problem.splitlines()[0]]) from error
         _log.info(
             "torch_engine_loaded",
             model_dir=str(model_dir),

@@ -43,7 +43,7 @@ def blocks_to_allocate(
     *,
     num_blocks: int | None,
     kv_cache_bytes: int | None,
-    max_model_len: int,
+    max_model_len: int | None,
 ) -> int:
     """Return how many blocks the cache gets: as told, or what fits into 1 GiB.
 
@@ -51,7 +51,7 @@ def blocks_to_allocate(
         shape: one block.
         num_blocks: the number itself; excludes `kv_cache_bytes`.
         kv_cache_bytes: memory for the cache, bytes.
-        max_model_len: tokens of the longest request, which must fit.
+        max_model_len: tokens of the longest request, which must fit; None asks for one block.
 
     Raises:
         ConfigError: both are given, or the longest request does not fit.
@@ -61,13 +61,13 @@ def blocks_to_allocate(
     if num_blocks is None:
         budget = DEFAULT_KV_CACHE_BYTES if kv_cache_bytes is None else kv_cache_bytes
         num_blocks = budget // shape.bytes_per_block
-    needed = -(-max_model_len // shape.block_size)
+    needed = -(-(max_model_len or 1) // shape.block_size)
     if num_blocks < needed:
-        gib = needed * shape.bytes_per_block / 2**30
+        mib = needed * shape.bytes_per_block / 2**20
         problem = (
-            f"the KV cache has {num_blocks} blocks of {shape.block_size} tokens, but one request "
-            f"of {max_model_len} tokens needs {needed}: give it --num-blocks {needed} or more "
-            f"({gib:.2f} GiB), or a smaller --max-model-len"
+            f"the KV cache has {num_blocks} blocks of {shape.block_size} tokens, but a request of "
+            f"{max_model_len or 1} tokens needs {needed}: give it --num-blocks {needed} or more "
+            f"({mib:.1f} MiB), or a smaller --max-model-len"
         )
         raise ConfigError([problem])
     return num_blocks

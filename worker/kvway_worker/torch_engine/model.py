@@ -82,7 +82,7 @@ def _attend(
     strange = [
         name
         for name, setting in others.items()
-        if name not in _PLAIN_KEYWORDS and setting is not None
+        if name not in _PLAIN_KEYWORDS and setting is not None and setting is not False
     ]
     if strange or attention_mask is not None:
         strange += [] if attention_mask is None else ["attention_mask"]

@@ -1,0 +1,111 @@
+"""Sampling: the distribution is the model's, and a seed decides alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvway_core.errors import EngineFailed
+from kvway_worker.sequence import SamplingParams
+from kvway_worker.torch_engine.sampling import Draw, sample, uniform
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+PROBABILITIES = torch.tensor([0.1, 0.5, 0.15, 0.25])
+
+
+def drawn(logits: torch.Tensor, params: SamplingParams, count: int) -> Counter[int]:
+    """Draw at many positions in one call."""
+    rows = logits.expand(count, -1)
+    return Counter(sample(rows, [Draw(params, position) for position in range(count)]))
+
+
+def test_greedy_takes_the_first_of_the_likeliest() -> None:
+    logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
+    greedy = SamplingParams(max_tokens=1)
+    assert sample(logits, [Draw(greedy, 0), Draw(greedy, 7)]) == [1, 0]
+
+
+def test_no_rows_give_no_tokens() -> None:
+    assert sample(torch.zeros(0, 4), []) == []
+
+
+def test_shares_follow_the_probabilities() -> None:
+    params = SamplingParams(max_tokens=1, temperature=1.0, seed=3)
+    counts = drawn(PROBABILITIES.log(), params, 4000)
+    for token, probability in enumerate(PROBABILITIES.tolist()):
+        assert abs(counts[token] / 4000 - probability) < 0.03
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    """At temperature t the shares are those of p ** (1 / t)."""
+    for temperature in (0.5, 2.0):
+        powered = PROBABILITIES ** (1 / temperature)
+        params = SamplingParams(max_tokens=1, temperature=temperature, seed=4)
+        counts = drawn(PROBABILITIES.log(), params, 4000)
+        for token, probability in enumerate((powered / powered.sum()).tolist()):
+            assert abs(counts[token] / 4000 - probability) < 0.03
+
+
+def test_a_tiny_temperature_is_greedy_and_finite() -> None:
+    params = SamplingParams(max_tokens=1, temperature=1e-9, seed=5)
+    assert drawn(PROBABILITIES.log() * 1e4, params, 50) == {1: 50}
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [(1e-9, {1}), (0.49, {1}), (0.6, {1, 3}), (0.8, {1, 2, 3}), (0.95, {0, 1, 2, 3})],
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: set[int]) -> None:
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=top_p, seed=6)
+    counts = drawn(PROBABILITIES.log(), params, 2000)
+    assert set(counts) == kept
+    total = sum(PROBABILITIES[token].item() for token in kept)
+    for token in kept:
+        assert abs(counts[token] / 2000 - PROBABILITIES[token].item() / total) < 0.05
+
+
+def test_a_draw_depends_on_seed_and_position_alone() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    hot = SamplingParams(max_tokens=1, temperature=1.0, seed=7)
+    others = SamplingParams(max_tokens=1, temperature=1.0)
+    batch = sample(logits, [Draw(others, 1), Draw(hot, 9), Draw(others, 2), Draw(hot, 11)])
+    assert sample(logits[1:2], [Draw(hot, 9)]) == [batch[1]]
+    assert sample(logits[3:4], [Draw(hot, 11)]) == [batch[3]]
+
+
+def test_uniform_numbers_are_in_range_and_differ() -> None:
+    numbers = [uniform(seed, position) for seed in (0, -1, 2**63) for position in range(50)]
+    assert len(set(numbers)) == 150
+    assert all(0 <= number < 1 for number in numbers)
+    assert uniform(None, 1) != uniform(None, 1)
+
+
+def test_a_golden_number_keeps_seeds_stable_across_releases() -> None:
+    assert uniform(1, 1) == 0.5623181634912586
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
+    logits = torch.zeros(2, 4)
+    logits[1, 2] = bad
+    greedy = Draw(SamplingParams(max_tokens=1), 0)
+    with pytest.raises(EngineFailed):
+        sample(logits, [greedy, greedy])
+
+
+def test_tokens_that_the_model_rules_out_are_never_drawn() -> None:
+    logits = PROBABILITIES.log()
+    logits[1] = -torch.inf
+    params = SamplingParams(max_tokens=1, temperature=2.0, seed=8)
+    assert 1 not in drawn(logits, params, 500)
