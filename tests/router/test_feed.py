@@ -1,0 +1,240 @@
+"""A feed over real ZMQ sockets. What it decides is tried in tests/property/test_feed_machine.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq.asyncio
+
+from kvway_core.clock import SystemClock
+from kvway_core.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+    encode_batch,
+    pack_seq,
+)
+from kvway_router.feed import FeedSource, ReplicaFeed, apply_batch
+from kvway_router.feed_state import FeedOptions, FeedStats
+from kvway_router.index import BlockIndex
+from tests.router.zmq_worker import TOPIC, ZmqWorker, removed, stored
+
+REPLICA = "127.0.0.1:1"
+CHAIN = [11, 12, 13, 14]
+# Nothing is asked for but at the start and for a gap.
+QUIET = FeedOptions(verify_s=60.0, replay_timeout_s=60.0)
+# A silence is soon looked into.
+CURIOUS = FeedOptions(verify_s=0.01, replay_timeout_s=30.0)
+# And no answer is soon taken for an outage.
+HASTY = FeedOptions(verify_s=0.01, replay_timeout_s=0.1, retry_s=0.01, stale_after_s=0.05)
+
+
+class Follower:
+    """A feed that runs, and the index that it keeps."""
+
+    def __init__(self, feed: ReplicaFeed, *, index: BlockIndex, stats: FeedStats) -> None:
+        self.feed = feed
+        self.index = index
+        self.stats = stats
+
+    @property
+    def matched(self) -> int:
+        return self.index.match(CHAIN).get(REPLICA, 0)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Let the feed work until a condition holds; the test's time limit ends a wait in vain."""
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def following(worker: ZmqWorker, *, options: FeedOptions = QUIET) -> AsyncIterator[Follower]:
+    index, stats = BlockIndex(), FeedStats()
+    context = zmq.asyncio.Context()
+    feed = ReplicaFeed(
+        FeedSource(REPLICA, "127.0.0.1", worker.info, 16),
+        index=index,
+        clock=SystemClock(),
+        context=context,
+        options=options,
+        stats=stats,
+    )
+    task = asyncio.create_task(feed.run())
+    try:
+        yield Follower(feed, index=index, stats=stats)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        context.destroy(linger=0)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ZmqWorker]:
+    async with ZmqWorker() as worker:
+        yield worker
+
+
+async def test_what_was_published_before_is_replayed(worker: ZmqWorker) -> None:
+    await worker.publish(stored(11, 12))
+    await worker.publish(stored(13, parent=12))
+    async with following(worker) as follower:
+        await eventually(lambda: follower.matched == 3)
+        assert worker.replays == [0]
+        assert follower.feed.is_up
+
+
+async def test_live_events_are_entered_as_they_come(worker: ZmqWorker) -> None:
+    async with following(worker) as follower:
+        await worker.subscribed()
+        await worker.publish(stored(*CHAIN))
+        await eventually(lambda: follower.matched == 4)
+        await worker.publish(removed(14), removed(13))
+        await eventually(lambda: follower.matched == 2)
+        await worker.publish(AllBlocksCleared(), stored(11))
+        await eventually(lambda: follower.matched == 1)
+        assert worker.replays == [0]
+        assert follower.stats.num_batches == 3
+        assert follower.stats.num_events == 5
+
+
+async def test_one_lost_message_is_replayed_once_and_before_the_later_ones(
+    worker: ZmqWorker,
+) -> None:
+    async with following(worker) as follower:
+        await worker.subscribed()
+        await worker.publish(stored(11))
+        await eventually(lambda: follower.matched == 1)
+        await worker.publish(stored(12, parent=11), lost=True)
+        await worker.publish(removed(12), stored(77))
+        await eventually(lambda: follower.index.match([77]) == {REPLICA: 1})
+        assert follower.matched == 1
+        assert worker.replays == [0, 0]
+        assert (follower.stats.num_gaps, follower.stats.num_lost) == (1, 0)
+
+
+async def test_a_loss_that_nothing_follows_is_found_after_a_silence(worker: ZmqWorker) -> None:
+    async with following(worker, options=CURIOUS) as follower:
+        await eventually(lambda: follower.feed.is_up)
+        await worker.publish(stored(*CHAIN), lost=True)
+        await eventually(lambda: follower.matched == 4)
+        assert follower.stats.num_gaps == 0
+
+
+async def test_what_cannot_be_replayed_any_more_clears_the_replica(worker: ZmqWorker) -> None:
+    async with following(worker) as follower:
+        await worker.subscribed()
+        await worker.publish(stored(11, 12))
+        await eventually(lambda: follower.matched == 2)
+        await worker.publish(removed(12, 11), lost=True)
+        await worker.publish(stored(77), lost=True)
+        del worker.kept[0], worker.kept[1]
+        await worker.publish(stored(88))
+        await eventually(lambda: follower.index.match([88]) == {REPLICA: 1})
+        assert follower.matched == 0
+        assert follower.index.match([77]) == {REPLICA: 1}
+        assert follower.stats.num_lost == 1
+
+
+async def test_another_life_of_the_worker_starts_from_nothing(worker: ZmqWorker) -> None:
+    async with following(worker) as follower:
+        await worker.subscribed()
+        for block_hash in CHAIN:
+            await worker.publish(stored(block_hash))
+        await eventually(lambda: follower.stats.num_batches == len(CHAIN))
+        worker.restart("boot-2")
+        await worker.publish(stored(77), lost=True)
+        await worker.publish(stored(78, parent=77))
+        await eventually(lambda: follower.index.match([77, 78]) == {REPLICA: 2})
+        assert follower.matched == 0
+        assert follower.stats.num_restarts == 1
+
+
+async def test_a_worker_that_restarted_and_says_nothing_is_found_out(worker: ZmqWorker) -> None:
+    async with following(worker, options=CURIOUS) as follower:
+        await worker.publish(stored(*CHAIN))
+        await eventually(lambda: follower.matched == 4)
+        worker.restart("boot-2")
+        await eventually(lambda: follower.matched == 0)
+        assert (follower.stats.num_restarts, follower.stats.num_outages) == (1, 0)
+
+
+async def test_bad_messages_cost_only_themselves(worker: ZmqWorker) -> None:
+    async with following(worker) as follower:
+        await worker.subscribed()
+        await eventually(lambda: follower.feed.is_up)
+        await worker.publish(stored(11))
+        await worker.publish_raw(b"\xc1 not msgpack")
+        await worker.send(TOPIC, b"short", b"")
+        await worker.send(TOPIC, b"two frames")
+        await worker.send(TOPIC + b"-of-another", pack_seq(0), b"")
+        await worker.publish(stored(55, block_size=32), stored(12, parent=11))
+        await eventually(lambda: follower.matched == 2)
+        assert follower.stats.num_bad == 5
+        assert follower.index.match([55]) == {}
+        assert worker.replays == [0]
+
+
+async def test_while_the_feed_is_down_unused_entries_go_and_then_come_back(
+    worker: ZmqWorker,
+) -> None:
+    async with following(worker, options=HASTY) as follower:
+        await worker.publish(stored(*CHAIN))
+        await eventually(lambda: follower.matched == 4)
+        worker.mute = True
+        await eventually(lambda: follower.matched == 0)
+        assert not follower.feed.is_up
+        assert follower.stats.num_outages >= 1
+        worker.mute = False
+        await eventually(lambda: follower.matched == 4)
+        assert follower.feed.is_up
+
+
+async def test_sockets_that_close_and_open_again_are_found_again(worker: ZmqWorker) -> None:
+    async with following(worker, options=HASTY) as follower:
+        await worker.publish(stored(11))
+        await eventually(lambda: follower.matched == 1)
+        await worker.stop()
+        await eventually(lambda: not follower.feed.is_up)
+        await worker.start()
+        await worker.publish(stored(12, parent=11), lost=True)
+        await eventually(lambda: follower.matched == 2)
+
+
+async def test_a_flood_does_not_stop_the_loop(worker: ZmqWorker) -> None:
+    """Other work gets its turn between batches, and every batch is entered."""
+    async with following(worker) as follower:
+        await worker.subscribed()
+        turns = 0
+        for number in range(2_000):
+            await worker.publish(stored(1000 + number))
+        while follower.stats.num_batches < 2_000:
+            turns += 1
+            await asyncio.sleep(0)
+        assert turns > 10
+        assert follower.index.num_blocks(REPLICA) == 2_000
+
+
+def test_events_enter_under_their_low_64_bits_and_only_those_of_the_pool() -> None:
+    index = BlockIndex()
+    whole = bytes(range(16))
+    low = int.from_bytes(whole[8:], "big")
+    events = (
+        BlockStored(block_hashes=[whole], parent_block_hash=None, token_ids=[], block_size=16),
+        BlockStored(block_hashes=[-1], parent_block_hash=whole, token_ids=[], block_size=16),
+        BlockStored(
+            block_hashes=[5], parent_block_hash=None, token_ids=[], block_size=16, medium="CPU"
+        ),
+        BlockRemoved(block_hashes=[whole], medium="CPU"),
+    )
+    batch = EventBatch(ts=0.0, events=events)
+    assert encode_batch(batch)
+    assert apply_batch(index, REPLICA, batch, block_size=16) == 0
+    assert index.match([low, 2**64 - 1]) == {REPLICA: 2}
+    assert index.match([5]) == {}

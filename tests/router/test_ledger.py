@@ -1,0 +1,289 @@
+"""Work is counted from the choice on, and given back exactly once, whatever happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+
+from kvway_core.answers import BlockCounts
+from kvway_core.api import LoadReport
+from kvway_core.testing.fake_clock import FakeClock
+from kvway_router.ledger import Charge, Ledger
+from kvway_router.policy import Candidate, PolicyParams, ReplicaLoad
+
+# Without the term for long contexts, tokens of work are tokens.
+PARAMS = PolicyParams(attention_tokens=1e18, default_prefill_tokens_per_s=100.0)
+STALE_S = 5.0
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(monotonic_s=1000.0)
+
+
+@pytest.fixture
+def ledger(clock: FakeClock) -> Ledger:
+    return Ledger(clock=clock, params=PARAMS, stale_after_s=STALE_S)
+
+
+def candidate(name: str = "a", *, tokens: int = 500, cached: int = 0) -> Candidate:
+    return Candidate(
+        replica_id=f"{name}:1",
+        matched_blocks=cached // 16,
+        uncached_tokens=tokens,
+        cached_tokens=cached,
+        own_blocks=-(-tokens // 16),
+        queued_s=0.0,
+        step_s=0.0,
+        own_s=tokens / 100.0,
+        price_s=0.0,
+        kv_s=0.0,
+        in_flight=0,
+        blocks_held=0,
+    )
+
+
+def report(**changes: Any) -> LoadReport:
+    fields: dict[str, Any] = {
+        "boot_id": "boot-1",
+        "model": "m",
+        "block_size": 16,
+        "hash_scheme": "kvway-1",
+        "state": "ready",
+        "num_running": 0,
+        "num_waiting": 0,
+        "waiting_uncached_tokens": 0,
+        "blocks": BlockCounts(free=1000, cached=0, total=1000),
+        "prefill_tokens_per_s": 0.0,
+        "decode_step_s": 0.0,
+        "max_model_len": 8192,
+        "max_num_seqs": 8,
+    }
+    return LoadReport(**(fields | changes))
+
+
+def load(ledger: Ledger, name: str = "a") -> ReplicaLoad:
+    (found,) = ledger.loads([(f"{name}:1", 7)])
+    return found
+
+
+IDLE = ReplicaLoad(
+    replica_id="a:1",
+    queued_prefill_s=0.0,
+    num_prefills=0,
+    decode_step_s=0.0,
+    prefill_tokens_per_s=None,
+    blocks_pinned=0,
+    blocks_total=None,
+    in_flight=0,
+    blocks_held=7,
+)
+
+
+def test_a_replica_nobody_used_is_idle(ledger: Ledger) -> None:
+    assert load(ledger) == IDLE
+
+
+def test_work_counts_from_the_choice_on(ledger: Ledger) -> None:
+    """A burst of slow prefills spreads before any of them has answered."""
+    charges = [ledger.charge(candidate(tokens=500)) for _ in range(64)]
+    busy = load(ledger)
+    assert busy.queued_prefill_s == pytest.approx(64 * 5.0)
+    assert (busy.num_prefills, busy.in_flight, busy.blocks_pinned) == (64, 64, 64 * 32)
+    for charge in charges:
+        charge.close()
+    assert load(ledger) == IDLE
+
+
+def test_the_first_token_gives_back_the_prefill_and_the_end_the_rest(ledger: Ledger) -> None:
+    with ledger.charge(candidate()) as charge:
+        charge.token()
+        charge.token()
+        running = load(ledger)
+        assert (running.queued_prefill_s, running.num_prefills) == (0.0, 0)
+        assert (running.in_flight, running.blocks_pinned) == (1, 32)
+    assert load(ledger) == IDLE
+
+
+def test_the_end_gives_back_what_never_began(ledger: Ledger) -> None:
+    with pytest.raises(ConnectionError), ledger.charge(candidate()):
+        raise ConnectionError
+    assert load(ledger) == IDLE
+    assert ledger.num_in_flight("a:1") == 0
+
+
+def test_whatever_the_order_everything_is_given_back_once(ledger: Ledger) -> None:
+    rng = random.Random(7)
+    charges: list[Charge] = []
+    for _ in range(2_000):
+        charges.append(ledger.charge(candidate(rng.choice("ab"), tokens=rng.randint(1, 3000))))
+        action = rng.choice([Charge.token, Charge.close, Charge.close])
+        for charge in rng.sample(charges, min(len(charges), 3)):
+            action(charge)
+        if rng.random() < 0.1:
+            ledger.report("a:1", report(num_running=rng.randint(0, 9)))
+        for name in "ab":
+            now = load(ledger, name)
+            assert now.queued_prefill_s >= 0
+            assert min(now.num_prefills, now.in_flight, now.blocks_pinned) >= 0
+    for charge in charges:
+        charge.close()
+        charge.token()
+        charge.close()
+    assert load(ledger, "b") == dataclasses.replace(IDLE, replica_id="b:1")
+    ledger.report("a:1", report())
+    assert load(ledger) == dataclasses.replace(IDLE, blocks_total=1000)
+
+
+def test_a_long_request_is_never_forgotten(ledger: Ledger, clock: FakeClock) -> None:
+    with ledger.charge(candidate()):
+        clock.advance(3600.0)
+        assert load(ledger).num_prefills == 1
+
+
+def test_a_rate_is_learned_from_a_request_that_did_not_queue(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    first = ledger.charge(candidate(tokens=500))
+    queued = ledger.charge(candidate(tokens=500))
+    clock.advance(2.0)
+    first.token()
+    assert load(ledger).prefill_tokens_per_s == pytest.approx(250.0)
+    clock.advance(2.0)
+    queued.token()
+    assert load(ledger).prefill_tokens_per_s == pytest.approx(250.0)
+    assert load(ledger).queued_prefill_s == 0.0
+
+
+def test_short_prompts_teach_no_rate(ledger: Ledger, clock: FakeClock) -> None:
+    charge = ledger.charge(candidate(tokens=20))
+    clock.advance(1.0)
+    charge.token()
+    assert load(ledger).prefill_tokens_per_s is None
+
+
+@pytest.mark.parametrize(("seconds", "learned"), [(0.0, None), (1e-6, 1e7), (1e9, 1.0)])
+def test_rates_stay_within_reason(
+    ledger: Ledger, clock: FakeClock, seconds: float, learned: float | None
+) -> None:
+    charge = ledger.charge(candidate(tokens=500))
+    clock.advance(seconds)
+    charge.token()
+    assert load(ledger).prefill_tokens_per_s == learned
+
+
+def test_a_reported_rate_counts_more_than_what_is_seen_from_here(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    ledger.report("a:1", report(prefill_tokens_per_s=5000.0))
+    charge = ledger.charge(candidate(tokens=500))
+    clock.advance(1.0)
+    charge.token()
+    assert load(ledger).prefill_tokens_per_s == 5000.0
+
+
+def test_an_unknown_rate_is_borrowed_for_the_queue(ledger: Ledger) -> None:
+    ledger.report("b:1", report(prefill_tokens_per_s=1000.0))
+    ledger.charge(candidate("a", tokens=500))
+    loads = ledger.loads([("a:1", 0), ("b:1", 0)])
+    assert loads[0].prefill_tokens_per_s is None
+    assert loads[0].queued_prefill_s == pytest.approx(0.5)
+
+
+def test_steps_are_timed_by_the_gaps_of_streams_until_they_are_reported(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    charge = ledger.charge(candidate())
+    for _ in range(3):
+        charge.token()
+        clock.advance(0.25)
+    assert load(ledger).decode_step_s == pytest.approx(0.25)
+    ledger.report("a:1", report(decode_step_s=0.5))
+    assert load(ledger).decode_step_s == pytest.approx(0.5)
+    charge.close()
+    assert load(ledger).decode_step_s == 0.0
+
+
+def test_the_work_of_others_is_added_and_ours_is_not_counted_twice(ledger: Ledger) -> None:
+    ledger.charge(candidate(tokens=500))
+    ledger.report("a:1", report(num_running=2, num_waiting=3, waiting_uncached_tokens=1700))
+    seen = load(ledger)
+    assert seen.queued_prefill_s == pytest.approx(17.0)
+    assert (seen.num_prefills, seen.in_flight) == (3, 5)
+    ledger.charge(candidate(tokens=300))
+    assert load(ledger).queued_prefill_s == pytest.approx(20.0)
+
+
+def test_a_report_never_hides_what_was_just_sent(ledger: Ledger) -> None:
+    """The report may be older than the request, which then is not in it."""
+    ledger.charge(candidate(tokens=500))
+    ledger.report("a:1", report())
+    seen = load(ledger)
+    assert seen.queued_prefill_s == pytest.approx(5.0)
+    assert (seen.num_prefills, seen.in_flight, seen.blocks_pinned) == (1, 1, 32)
+
+
+def test_blocks_are_those_reported_and_those_wanted_since(ledger: Ledger) -> None:
+    running = ledger.charge(candidate(tokens=160))
+    running.token()
+    ledger.charge(candidate(tokens=320))
+    ledger.report("a:1", report(blocks=BlockCounts(free=100, cached=200, total=1000)))
+    assert load(ledger).blocks_total == 1000
+    assert load(ledger).blocks_pinned == 700 + 20
+    running.close()
+    assert load(ledger).blocks_pinned == 700 + 20
+
+
+def test_a_stale_report_is_ignored_and_the_own_count_stays(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    ledger.charge(candidate(tokens=500))
+    ledger.report(
+        "a:1",
+        report(
+            num_waiting=9,
+            waiting_uncached_tokens=9000,
+            prefill_tokens_per_s=1000.0,
+            blocks=BlockCounts(free=0, cached=0, total=1000),
+        ),
+    )
+    clock.advance(STALE_S)
+    assert load(ledger).num_prefills == 9
+    clock.advance(0.001)
+    stale = load(ledger)
+    assert (stale.num_prefills, stale.in_flight, stale.blocks_pinned) == (1, 1, 32)
+    assert stale.queued_prefill_s == pytest.approx(0.5)
+
+
+def test_a_replica_that_left_is_forgotten_with_its_last_request(ledger: Ledger) -> None:
+    ledger.report("a:1", report(prefill_tokens_per_s=5000.0))
+    charge = ledger.charge(candidate())
+    ledger.forget("a:1")
+    assert load(ledger).in_flight == 1
+    assert load(ledger).prefill_tokens_per_s is None
+    charge.close()
+    assert load(ledger) == IDLE
+    assert ledger._accounts == {}
+    ledger.forget("a:1")
+
+
+def test_a_replica_that_comes_back_still_has_its_requests(ledger: Ledger) -> None:
+    before = ledger.charge(candidate())
+    ledger.forget("a:1")
+    after = ledger.charge(candidate())
+    assert load(ledger).in_flight == 2
+    before.close()
+    assert load(ledger).in_flight == 1
+    after.close()
+    assert load(ledger) == IDLE
+
+
+def test_the_mean_of_own_work_follows_the_choices(ledger: Ledger) -> None:
+    assert ledger.mean_own_s is None
+    ledger.charge(candidate(tokens=100))
+    assert ledger.mean_own_s == pytest.approx(1.0)
+    ledger.charge(candidate(tokens=300))
+    assert ledger.mean_own_s == pytest.approx(1.1)
