@@ -132,7 +132,7 @@ def test_an_address_has_one_form(url: str, normal: str, replica_id: str, host: s
     ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="http|URL|port"):
+    with pytest.raises(ValueError, match=r"http|URL|port"):
         ReplicaAddress.parse(url)
 
 
@@ -142,5 +142,5 @@ def test_a_name_has_a_port() -> None:
 
 @pytest.mark.parametrize("text", ["worker", ":9000", "worker:", "worker:x", "worker:0", "w:70000"])
 def test_what_is_no_name_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="HOST:PORT|port"):
+    with pytest.raises(ValueError, match=r"HOST:PORT|port"):
         DnsName.parse(text)

@@ -1,4 +1,4 @@
-"""A feed over real ZMQ sockets. What it decides is tried in tests/property/test_feed_machine.py."""
+"""A feed over real ZMQ sockets; what it decides is tried in tests/property."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Follower:
 
 async def eventually(condition: Callable[[], bool]) -> None:
     """Let the feed work until a condition holds; the test's time limit ends a wait in vain."""
-    while not condition():
+    while not condition():  # noqa: ASYNC110 - the sockets have their own thread, the index no event
         await asyncio.sleep(0.002)
 
 
