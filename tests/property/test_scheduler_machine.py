@@ -120,7 +120,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         had_work = self.scheduler.has_work
+        running = [seq for seq in self.live if seq.status is Status.RUNNING]
+        num_preempted = self.scheduler.counters.preemptions
         plan = self.scheduler.plan()
+        if self.scheduler.counters.preemptions > num_preempted:
+            assert all(row.seq in running for row in plan.rows), "P38: nobody is admitted"
         assert bool(plan.rows) == had_work, "whoever is there makes progress"
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
         assert len(plan.rows) <= self.scheduler.max_num_seqs

@@ -596,6 +596,15 @@ def test_limits_that_would_starve_requests_are_refused(num_seqs: int, budget: in
         )
 
 
+def test_p17_a_prompt_is_admitted_when_all_of_it_fits_and_not_only_its_first_chunk() -> None:
+    bench = Bench(10, budget=32)
+    holder = request("0", range(96), max_tokens=2)
+    bench.add(holder, request("1", range(200, 280), max_tokens=2))
+    assert [bench.step() for _ in range(3)] == [{"0": 32}] * 3
+    assert bench.step() == {"0": 1}, "three blocks are free; a chunk needs two, the prompt five"
+    assert bench.step() == {"1": 32}
+
+
 def test_max_num_seqs_is_the_size_of_the_batch() -> None:
     bench = Bench(50, max_num_seqs=2)
     seqs = [request(str(index), range(index, index + 5), max_tokens=3) for index in range(5)]
@@ -695,6 +704,14 @@ def test_nothing_to_do_is_an_empty_step() -> None:
     assert bench.scheduler.plan().rows == ()
     assert bench.scheduler.plan().step_id == 2
     assert not bench.scheduler.abort("nobody")
+
+
+def test_a_leak_is_an_error_and_not_a_hang() -> None:
+    bench = Bench(2)
+    bench.pool.allocate(1)
+    bench.add(request("0", range(20)))
+    with pytest.raises(InvariantViolated, match="1 requests wait and none can run; 1 of 2 blocks"):
+        bench.scheduler.plan()
 
 
 def test_check_invariants_compares_references_with_the_requests() -> None:

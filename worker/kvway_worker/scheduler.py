@@ -184,7 +184,8 @@ class Scheduler:
             The step; without rows when there is nothing to do, and then it is not to be committed.
 
         Raises:
-            InvariantViolated: If the last step was neither committed nor failed.
+            InvariantViolated: If the last step was neither committed nor failed, or if nothing can
+                run although there are requests: blocks have leaked.
         """
         if self._in_flight is not None:
             raise InvariantViolated(f"step {self._in_flight.step_id} has not ended")
@@ -192,7 +193,6 @@ class Scheduler:
         rows: list[Row] = []
         copies: list[Copy] = []
         budget = self.max_num_batched_tokens
-        num_preempted = self.counters.preemptions
         for seq in tuple(self._running):
             if not budget:
                 break
@@ -200,8 +200,8 @@ class Scheduler:
                 break  # whoever lost its blocks is the newest: nobody comes after it
             rows.append(self._row(seq, budget))
             budget -= rows[-1].num_tokens
-        may_admit = self.counters.preemptions == num_preempted
-        while may_admit and budget and self._waiting and len(self._running) < self.max_num_seqs:
+        # After a preemption nobody gets in: the victim is first in line and needs what it lost.
+        while budget and self._waiting and len(self._running) < self.max_num_seqs:
             seq = next(iter(self._waiting.values()))
             copy = self._admit(seq, budget)
             if copy is None:
@@ -212,6 +212,11 @@ class Scheduler:
         plan = StepPlan(self._num_plans, tuple(rows), tuple(copies))
         if rows:
             self._in_flight = plan
+        elif self.has_work:
+            raise InvariantViolated(
+                f"2: {self.num_waiting} requests wait and none can run; "
+                f"{self.pool.num_referenced} of {self.pool.num_blocks} blocks are held"
+            )
         return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[SeqOutput]:
