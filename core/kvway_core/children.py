@@ -28,7 +28,7 @@ _STOP_SIGNALS: Final = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 
 class StopRequested(Exception):
-    """Someone asked this process to end."""
+    """Someone asked this process to end; the text names the signal."""
 
 
 class Signals:
@@ -55,10 +55,12 @@ class Signals:
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, self.child_mask)
 
-    def stop_requested(self, *, within_s: float) -> bool:
-        """Wait for a signal, at most so long; tell whether it was a stop request."""
+    def stop_requested(self, *, within_s: float) -> signal.Signals | None:
+        """Wait for a signal, at most so long; return it when it was a stop request."""
         info = signal.sigtimedwait(self._watched, within_s)
-        return info is not None and info.si_signo in _STOP_SIGNALS
+        if info is None or info.si_signo not in _STOP_SIGNALS:
+            return None
+        return signal.Signals(info.si_signo)
 
     def pause(self, limit_s: float = _POLL_S) -> None:
         """Wait until a child ends or the limit is over.
@@ -66,8 +68,8 @@ class Signals:
         Raises:
             StopRequested: someone asked this process to end.
         """
-        if self.stop_requested(within_s=limit_s):
-            raise StopRequested
+        if number := self.stop_requested(within_s=limit_s):
+            raise StopRequested(number.name)
 
 
 class Child:

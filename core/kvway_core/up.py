@@ -106,8 +106,8 @@ def run(argv: Sequence[str]) -> int:
         try:
             cluster.start()
             cluster.watch()
-        except StopRequested:
-            _say("stopping")
+        except StopRequested as request:
+            _say(f"stopping on {request}")
             return 0
         except UpFailed as error:
             if str(error):
@@ -330,6 +330,7 @@ def _announcement(router: RouterReady, *, served_as: str) -> str:
         "model": served_as,
         "messages": [{"role": "user", "content": "What is the capital of France?"}],
         "max_tokens": 32,
+        "temperature": 0,
     }
     url = f"{router.api}/v1/chat/completions"
     header = "content-type: application/json"
