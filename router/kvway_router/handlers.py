@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Final
 
 from aiohttp import web
@@ -23,6 +22,7 @@ from kvway_router.replicas import ReplicaSet
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 _BREAK_OFF_S: Final = 1.0
+_GONE: Final = "The client closed the connection."
 _RETRY_LATER: Final = {"Retry-After": "1"}
 
 
@@ -59,18 +59,24 @@ class HttpDownstream(Downstream):
     @override
     async def start(self, status: int, headers: CIMultiDict[str]) -> None:
         self._response = web.StreamResponse(status=status, headers=headers)
-        with _client_may_leave():
+        try:
             await self._response.prepare(self._request)
+        except ConnectionError as exc:
+            raise ClientDisconnected(_GONE) from exc
 
     @override
     async def write(self, chunk: bytes) -> None:
-        with _client_may_leave():
+        try:
             await self.response.write(chunk)
+        except ConnectionError as exc:
+            raise ClientDisconnected(_GONE) from exc
 
     @override
     async def end(self) -> None:
-        with _client_may_leave():
+        try:
             await self.response.write_eof()
+        except ConnectionError as exc:
+            raise ClientDisconnected(_GONE) from exc
 
     @override
     async def break_off(self, error: KvwayError, *, event_stream: bool) -> None:
@@ -81,14 +87,6 @@ class HttpDownstream(Downstream):
         transport = self._request.transport
         if transport is not None:
             transport.close()  # before the last chunk, which would say that all is well
-
-
-@contextmanager
-def _client_may_leave() -> Iterator[None]:
-    try:
-        yield
-    except ConnectionError as exc:
-        raise ClientDisconnected("The client closed the connection.") from exc
 
 
 class ApiHandlers:

@@ -11,8 +11,8 @@ which is how the replica learns that nobody waits any more.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Final, Self, TypeAlias
@@ -21,7 +21,13 @@ import aiohttp
 import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from kvway_core.errors import ConnectFailed, DeadlineExceeded, ProtocolError, StreamBroken
+from kvway_core.errors import (
+    ConnectFailed,
+    DeadlineExceeded,
+    KvwayError,
+    ProtocolError,
+    StreamBroken,
+)
 
 POOL_IDLE_S: Final = 10.0
 """Idle connections are dropped after this; every server's keep-alive must be longer."""
@@ -43,6 +49,15 @@ HOP_BY_HOP: Final = frozenset(
 # accept-encoding an answer is never compressed, so its usage can be read.
 _NOT_FORWARDED: Final = frozenset({"host", "content-length", "accept-encoding", "expect"})
 _INTERNAL_PREFIX: Final = "x-kvway-"
+
+# What the HTTP library raises while it talks to a replica; which of that is a lost connection.
+_FAULTS: Final = (aiohttp.ClientError, ConnectionError)
+_BROKEN: Final = (
+    aiohttp.ClientPayloadError,
+    aiohttp.ServerDisconnectedError,
+    aiohttp.ClientOSError,
+    ConnectionError,
+)
 
 _Headers: TypeAlias = CIMultiDict[str] | CIMultiDictProxy[str]
 
@@ -100,8 +115,10 @@ class ReplicaAnswer:
         """
         body = self._response.content.iter_any()
         while True:
-            with _replica_at_fault():
+            try:
                 chunk = await anext(body, b"")
+            except _FAULTS as exc:
+                raise _meaning(exc) from exc
             if not chunk:
                 return
             yield chunk
@@ -196,17 +213,18 @@ class ReplicaClient:
         trace = SimpleNamespace(reused=False)
         for session in (self._pooled, self._fresh):
             try:
-                with _replica_at_fault():
-                    return await session.post(
-                        url,
-                        headers=headers,
-                        data=body,
-                        allow_redirects=False,
-                        trace_request_ctx=trace,
-                    )
-            except StreamBroken:
-                if session is self._fresh or not trace.reused:
-                    raise
+                return await session.post(
+                    url,
+                    headers=headers,
+                    data=body,
+                    allow_redirects=False,
+                    trace_request_ctx=trace,
+                )
+            except _FAULTS as exc:
+                error = _meaning(exc)
+                was_stale = trace.reused and isinstance(error, StreamBroken)
+                if session is self._fresh or not was_stale:
+                    raise error from exc
         raise AssertionError("a fresh connection either answers or raises")
 
 
@@ -223,24 +241,15 @@ def _note_reuse() -> aiohttp.TraceConfig:
     return config
 
 
-@contextmanager
-def _replica_at_fault() -> Iterator[None]:
-    """Turns what the HTTP library raises while talking to a replica into the error it means."""
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as exc:
-        raise ConnectFailed("No connection to the replica.") from exc
-    except aiohttp.ServerTimeoutError as exc:
-        raise DeadlineExceeded("The replica was silent for too long.") from exc
-    except (
-        aiohttp.ClientPayloadError,
-        aiohttp.ServerDisconnectedError,
-        aiohttp.ClientOSError,
-        ConnectionError,
-    ) as exc:
-        raise StreamBroken("The replica closed the connection before its answer ended.") from exc
-    except aiohttp.ClientError as exc:
-        raise ProtocolError("The replica's answer is not valid HTTP.") from exc
+def _meaning(exc: Exception) -> KvwayError:
+    """Returns the error that one of `_FAULTS` means."""
+    if isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+        return ConnectFailed("No connection to the replica.")
+    if isinstance(exc, aiohttp.ServerTimeoutError):
+        return DeadlineExceeded("The replica was silent for too long.")
+    if isinstance(exc, _BROKEN):
+        return StreamBroken("The replica closed the connection before its answer ended.")
+    return ProtocolError("The replica's answer is not valid HTTP.")
 
 
 class _UsageDetails(msgspec.Struct):

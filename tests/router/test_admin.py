@@ -41,6 +41,7 @@ async def test_replicas_show_their_state(bench: Bench) -> None:
     assert replica["replica_id"] == bench.replica.replica_id
     assert replica["url"] == bench.replica.url
     assert (replica["state"], replica["error"], replica["blocks_total"]) == ("ready", "", 1000)
+    assert replica["fed"] is False
     assert view["totals"]["requests"] == 0
 
 

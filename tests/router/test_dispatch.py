@@ -245,7 +245,9 @@ async def test_a_fault_before_the_first_byte_is_made_good_elsewhere(
     assert headers["x-kvway-reason"].startswith("retry")
     record = await bench.decision(headers)
     assert [attempt["error"] for attempt in record["attempts"]] == [error, None]
-    assert in_flight(await bench.metrics()) == 0
+    metrics = await bench.metrics()
+    assert in_flight(metrics) == 0
+    assert metrics["kvway_router_time_to_first_token_seconds_count"] == 0
 
 
 async def test_a_failed_attempt_leaves_no_blocks_in_the_index(start_bench: StartBench) -> None:
@@ -314,7 +316,7 @@ async def cut_off(response: aiohttp.ClientResponse) -> bytes:
 
     async def receive() -> None:
         async for chunk in response.content.iter_any():
-            received.append(chunk)
+            received.append(chunk)  # noqa: PERF401 (what came before the error counts)
 
     with pytest.raises(aiohttp.ClientPayloadError):
         await receive()
@@ -425,6 +427,22 @@ async def test_a_drain_breaks_off_what_takes_too_long(start_bench: StartBench) -
     response.release()
 
 
+# --- clients that read slowly ---------------------------------------------------------------
+
+
+async def test_a_client_that_does_not_read_holds_the_replica_back(bench: Bench) -> None:
+    body = bytes(64 * 1024 * 1024)
+    bench.replica.script(Answer(body=body))
+    response = await bench.client.post(bench.api("/v1/chat/completions"), json=chat_body("hi"))
+    (received,) = bench.replica.requests
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await bench.replica.wait_for(lambda: received.finished)
+    assert len(await response.read()) == len(body)
+    await bench.replica.wait_for(lambda: received.finished)
+    assert not received.disconnected
+
+
 # --- what is counted -------------------------------------------------------------------------
 
 
@@ -440,3 +458,16 @@ async def test_tokens_are_counted_per_replica(bench: Bench) -> None:
     assert view["totals"]["prompt_tokens"] == 2 * num_tokens
     assert view["totals"]["cached_tokens"] == 96
     assert view["totals"]["matched_tokens"] == num_tokens // 16 * 16
+
+
+async def test_only_streams_teach_the_prefill_rate(bench: Bench) -> None:
+    bench.replica.pages["/load"] = (200, bench.replica.load(prefill_tokens_per_s=0.0))
+    seen = bench.replica.probes["/load"]
+    await bench.replica.wait_for(lambda: bench.replica.probes["/load"] > seen + 1)
+    rates = []
+    for text, stream in ((RIVERS, False), (PEAKS, True)):
+        await bench.chat(text, stream=stream)
+        view = await bench.get(bench.admin("/admin/replicas"))
+        rates.append(view["replicas"][0]["prefill_tokens_per_s"])
+    assert rates[0] == 1000.0  # from the first report
+    assert rates[1] != 1000.0
