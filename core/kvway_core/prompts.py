@@ -143,36 +143,40 @@ class PromptEncoder:
 class Detokenizer:
     """Turns the tokens of one answer into text as they come, never splitting a character.
 
-    The pieces put together are the text of all tokens together, as long as every run of broken
-    UTF-8 is shorter than the window.
+    The pieces put together are the text of all tokens together. Two decoders make exceptions: one
+    with byte fallback, where a broken byte after a whole character changes that character, and
+    any, where more than `_WINDOW` tokens in a row add no whole character.
+
+    A token's text may depend on the tokens before it, so it is decoded after those of the piece
+    before: [0, num_context) of the window is text already sent, the rest is not sent yet.
 
     Invariants:
         1. At most `_WINDOW` tokens are held, whatever is pushed.
     """
 
-    __slots__ = ("_encoder", "_num_sent", "_skip_special_tokens", "_window")
+    __slots__ = ("_encoder", "_num_context", "_num_sent", "_skip_special_tokens", "_window")
 
     _WINDOW = 32
-    _CONTEXT = 4
+    _LONGEST_CHARACTER = 4
 
     def __init__(self, encoder: PromptEncoder, *, skip_special_tokens: bool = True) -> None:
         self._encoder = encoder
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
+        self._num_context = 0
         self._num_sent = 0
 
     def push(self, token_id: int) -> str:
         """Returns the text that this token completes, which may be empty."""
         self._window.append(token_id)
         text = self._decode()
-        complete = text.rstrip("\ufffd")
-        overdue = len(self._window) >= self._WINDOW
-        if overdue and len(complete) < len(text):
-            complete = text[:-1]
-        piece = complete[self._num_sent :]
-        self._num_sent = max(self._num_sent, len(complete))
-        if overdue or (len(complete) == len(text) and len(self._window) > self._CONTEXT):
-            self._shorten(len(text) - len(complete))
+        whole = text.rstrip("\ufffd")
+        if len(self._window) >= self._WINDOW:
+            return self._push_overdue(text)
+        piece = whole[self._num_sent :]
+        self._num_sent += len(piece)
+        if piece and len(whole) == len(text):
+            self._forget(self._num_context)
         return piece
 
     def flush(self) -> str:
@@ -181,10 +185,19 @@ class Detokenizer:
         self._num_sent += len(piece)
         return piece
 
-    def _shorten(self, num_held: int) -> None:
-        """Forgets all but the last tokens, which the next one may depend on."""
-        self._window = self._window[-self._CONTEXT :]
-        self._num_sent = max(0, len(self._decode()) - num_held)
+    def _push_overdue(self, text: str) -> str:
+        """Returns all but a last character that may still be incomplete, and frees the window."""
+        num_held = 1 if text.endswith("\ufffd") else 0
+        piece = text[self._num_sent : len(text) - num_held]
+        self._forget(len(self._window) - self._LONGEST_CHARACTER)
+        self._num_sent = max(0, self._num_sent - num_held)
+        return piece
+
+    def _forget(self, num_tokens: int) -> None:
+        """Drops the first tokens of the window; what is left has been sent."""
+        del self._window[:num_tokens]
+        self._num_context = len(self._window)
+        self._num_sent = len(self._decode())
 
     def _decode(self) -> str:
         """Returns the text of the window."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from kvway_core.api import ChatMessage, ContentPart
 from kvway_core.errors import ConfigError, InvalidRequest
@@ -330,9 +332,55 @@ def test_no_piece_splits_a_character(encoder: PromptEncoder, text: str) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+@given(text=st.text("abc .\u00e9\u4e16\U0001f642\ufffd", max_size=40))
+def test_no_piece_splits_a_character_of_a_tokenizer_that_falls_back_to_bytes(text: str) -> None:
+    """As Llama's does: words begin with a space, and what has no token is spelt in bytes."""
+    encoder = byte_fallback_encoder()
+    token_ids = encoder.encode_text(text)
+    assert "".join(pieces_of(encoder, token_ids)) == encoder.decode(token_ids)
+
+
+@functools.cache
+def byte_fallback_encoder() -> PromptEncoder:
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581abc.\u00e9"]
+    tokens += ["\u2581a", "bc"]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: index for index, token in enumerate(tokens)},
+            merges=[("\u2581", "a"), ("b", "c")],
+            unk_token="<unk>",  # noqa: S106 (a token of text)
+            byte_fallback=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PromptEncoder(
+        tokenizer,
+        template=None,
+        eos_token_ids=frozenset(),
+        max_model_len=None,
+        vocab_size=len(tokens),
+    )
+
+
 def test_text_comes_as_soon_as_it_is_whole(encoder: PromptEncoder) -> None:
     assert pieces_of(encoder, encoder.encode_text("a\u00e9b")) == ["a", "", "\u00e9", "b", ""]
     assert pieces_of(encoder, [0xC3]) == ["", "\ufffd"]
+
+
+def test_special_tokens_without_end_are_not_held_without_end(encoder: PromptEncoder) -> None:
+    detokenizer = Detokenizer(encoder)
+    assert not any(detokenizer.push(IM_START_ID) for _ in range(100))
+    assert (detokenizer.push(97), detokenizer.flush()) == ("a", "")
 
 
 def test_broken_bytes_without_end_are_not_held_without_end(encoder: PromptEncoder) -> None:
