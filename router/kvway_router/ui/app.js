@@ -51,9 +51,10 @@ function pill(text) {
   return element("span", `pill ${safe}`, String(text).replaceAll("_", " "));
 }
 
-function pillCell(row, text) {
+function pillCell(row, text, why = "") {
   const td = element("td");
   td.append(pill(text));
+  td.title = why;
   row.append(td);
 }
 
@@ -100,7 +101,7 @@ function showReplicas(replicas) {
   const rows = replicas.map((replica) => {
     const row = element("tr");
     cell(row, replica.replica_id, "mono");
-    pillCell(row, replica.state);
+    pillCell(row, replica.state, replica.error);
     cell(row, integer(replica.in_flight), "num");
     cell(row, seconds(replica.queued_prefill_s), "num");
     cell(row, replica.decode_step_s > 0 ? seconds(replica.decode_step_s) : "–", "num");
