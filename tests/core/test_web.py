@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import subprocess
@@ -41,6 +42,10 @@ async def server() -> AsyncIterator[Server]:
         state.bodies.append(await read_body(request, limit_bytes=LIMIT, timeout_s=20))
         return json_response(b'{"ok":true}', headers={"x-test": "1"})
 
+    async def take_unread(request: web.Request) -> web.Response:
+        state.bodies.append(await request.read())
+        return json_response(b"{}")
+
     async def take_soon(request: web.Request) -> web.Response:
         return json_response(await read_body(request, limit_bytes=LIMIT, timeout_s=0.01))
 
@@ -68,6 +73,7 @@ async def server() -> AsyncIterator[Server]:
     app = new_app()
     app.router.add_post("/take", take)
     app.router.add_post("/take-soon", take_soon)
+    app.router.add_post("/take-unread", take_unread)
     app.router.add_get("/crash", crash)
     app.router.add_get("/refuse", refuse)
     app.router.add_get("/break-off", break_off)
@@ -232,6 +238,12 @@ async def test_a_body_up_to_the_limit_is_taken(server: Server, num_bytes: int) -
 async def test_identity_is_no_encoding(server: Server) -> None:
     await exchange(server, post(b"a", b"Content-Encoding: Identity\r\n"))
     assert server.bodies == [b"a"]
+
+
+async def test_a_compressed_body_is_never_inflated(server: Server) -> None:
+    body = gzip.compress(b"x" * 10_000)
+    await exchange(server, post(body, b"Content-Encoding: gzip\r\n", b"/take-unread"))
+    assert server.bodies == [body]
 
 
 async def test_continue_is_said_to_a_body_that_is_welcome(server: Server) -> None:
