@@ -14,7 +14,6 @@ is up again all is replayed from the start.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,7 +142,8 @@ class ReplicaFeed:
             poller.register(self._dealer, zmq.POLLIN)
         due_s = self._due_s if self._down_mark is None else min(self._due_s, self._expire_s)
         wait_s = max(0.0, due_s - self._clock.monotonic())
-        ready = dict(await poller.poll(math.ceil(wait_s * 1e3)))
+        # A poll of 0 ms would not suspend, and what is here already must not keep the loop.
+        ready = dict(await poller.poll(max(1, math.ceil(wait_s * 1e3))))
         # Live batches first: those that arrive while the answer to a replay is read are newer.
         if subscriber in ready:
             for frames in await _drain(subscriber):
@@ -154,8 +154,6 @@ class ReplicaFeed:
                 if self._dealer is dealer:
                     self._on_answer(frames)
         self._on_time()
-        # A message that is already here never suspends, so a flood of them would stop the loop.
-        await asyncio.sleep(0)
 
     def _on_live(self, frames: Sequence[bytes]) -> None:
         if len(frames) != 3 or frames[0] != self._topic:

@@ -18,6 +18,7 @@ from kvway_router.index import BlockIndex, Speculation
 REPLICAS = ("a:1", "b:1", "c:1")
 LIMIT = 6
 TOTAL = 13
+PROMPTS = [(a, b, a, b, a, b, a) for a in (0, 1) for b in (0, 1)]
 
 paths = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
 replicas = st.sampled_from(REPLICAS)
@@ -199,6 +200,8 @@ class IndexMachine(RuleBasedStateMachine):
             for block_hash in held:
                 # One block alone is a chain of one: it shows what is held, orphan or not.
                 assert self.index.match([block_hash])[replica] == 1
+        for path in PROMPTS:
+            assert self.index.match(chain(path)) == self.naive.match(chain(path))
 
 
 TestIndexMachine = IndexMachine.TestCase

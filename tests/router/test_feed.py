@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -65,13 +64,12 @@ async def following(worker: ZmqWorker, *, options: FeedOptions = QUIET) -> Async
         options=options,
         stats=stats,
     )
-    task = asyncio.create_task(feed.run())
     try:
-        yield Follower(feed, index=index, stats=stats)
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(feed.run())
+            yield Follower(feed, index=index, stats=stats)
+            task.cancel()
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
         context.destroy(linger=0)
 
 

@@ -47,6 +47,25 @@ def test_an_orphan_counts_once_its_parent_comes(index: BlockIndex) -> None:
     assert index.match(CHAIN) == {"a:1": 4}
 
 
+def test_what_one_replica_has_does_not_carry_another_over_its_gap(index: BlockIndex) -> None:
+    index.store("a:1", None, CHAIN)
+    index.store("b:1", 11, [12, 13, 14])
+    index.store("c:1", None, [11])
+    index.store("c:1", 12, [13, 14])
+    assert index.match(CHAIN) == {"a:1": 4, "c:1": 1}
+
+
+def test_a_beginning_is_as_recently_used_as_what_was_removed_behind_it() -> None:
+    index = BlockIndex(max_blocks_per_replica=3)
+    index.store("a:1", None, [1])
+    index.store("a:1", None, [7])
+    index.store("a:1", 1, [2])
+    index.remove("a:1", [2])
+    index.store("a:1", None, [8, 9])
+    assert index.match([1]) == {"a:1": 1}
+    assert index.match([7]) == {}
+
+
 def test_orphans_are_bounded_like_any_block() -> None:
     index = BlockIndex(max_blocks_per_replica=100)
     for number in range(10_000):

@@ -156,6 +156,9 @@ def test_a_rate_is_learned_from_a_request_that_did_not_queue(
     queued.token()
     assert load(ledger).prefill_tokens_per_s == pytest.approx(250.0)
     assert load(ledger).queued_prefill_s == 0.0
+    for charge in (first, queued):
+        charge.close()
+    assert load(ledger).prefill_tokens_per_s == pytest.approx(250.0)
 
 
 def test_short_prompts_teach_no_rate(ledger: Ledger, clock: FakeClock) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -131,13 +130,10 @@ async def watching(
 ) -> AsyncIterator[Fleet]:
     fleet = Fleet(options)
     fleet.set.set_replicas([r if isinstance(r, str) else r.url for r in replicas])
-    task = asyncio.create_task(fleet.set.run())
-    try:
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(fleet.set.run())
         yield fleet
-    finally:
         task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 @pytest.fixture
