@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -189,14 +190,20 @@ async def test_errors_in_a_row_make_it_unhealthy_and_good_answers_bring_it_back(
         assert len(fleet.set.usable()) == 2
 
 
-async def test_an_answer_without_end_is_not_read_to_its_end(replica: FakeReplica) -> None:
-    replica.pages["/load"] = (200, {"padding": "x" * 2_000_000})
-    replica.pages["/health"] = (200, "x" * 2_000_000)
-    async with watching(replica) as fleet:
-        await fleet.reaches(replica, READY)
-        found = fleet.set.get(replica.replica_id)
-        assert found is not None
-        assert found.report is None
+async def test_an_answer_without_end_is_not_read_to_its_end() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1]
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while path == b"/load":
+                writer.write(b"x" * 65_536)
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with server, watching(f"http://{host}:{port}") as fleet:
+        await fleet.reaches(f"{host}:{port}", READY)
 
 
 async def test_one_failed_connect_of_a_request_is_enough(replica: FakeReplica) -> None:
