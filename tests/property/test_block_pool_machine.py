@@ -205,4 +205,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestBlockPool = PoolMachine.TestCase
-TestBlockPool.settings = settings(stateful_step_count=40)
+TestBlockPool.settings = settings(
+    max_examples=max(200, settings().max_examples), stateful_step_count=40
+)

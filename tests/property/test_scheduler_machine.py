@@ -202,4 +202,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(stateful_step_count=40)
+TestScheduler.settings = settings(
+    max_examples=max(200, settings().max_examples), stateful_step_count=40
+)

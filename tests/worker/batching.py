@@ -11,12 +11,15 @@ from kvway_core.blocks import BlockHash, Namespace
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Chain, SamplingParams
+from kvway_worker.sequence import Chain, SamplingParams, Status
 from kvway_worker.sequence import Sequence as Request
 from kvway_worker.sim import SimEngine, fingerprints, next_token
 from kvway_worker.step import SeqOutput, StepPlan
 
 BLOCK_SIZE = 16
+
+COMMON = [token for token in (0, 1, 2) for _ in range(16)]
+"""48 tokens, three full blocks."""
 
 
 def request(
@@ -158,3 +161,53 @@ class Replay:
             self.parents[block_hash] = parent
             self.tokens[block_hash] = event.token_ids[index * size : (index + 1) * size]
             parent = block_hash
+
+
+class Bench:
+    """A scheduler, its pool and an engine that audits every step."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        block_size: int = 16,
+        max_num_seqs: int = 16,
+        budget: int = 8192,
+        prefix_caching: bool = True,
+        eos: frozenset[int] = frozenset(),
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=100_000,
+            eos_token_ids=eos,
+        )
+        self.engine = AuditedSim(self.pool)
+
+    def add(self, *seqs: Request) -> None:
+        for seq in seqs:
+            self.scheduler.add(seq)
+
+    def step(self) -> dict[str, int]:
+        """Runs a step and returns how many tokens of each request it computed."""
+        return scheduled(step(self.scheduler, self.engine)[0])
+
+    def finish(self, *seqs: Request) -> None:
+        """Adds requests and runs until nothing is left."""
+        self.add(*seqs)
+        for _ in run(self.scheduler, self.engine):
+            pass
+        assert all(seq.status is Status.FINISHED for seq in seqs)
+
+    def abort(self, seq: Request) -> None:
+        assert self.scheduler.abort(seq.request_id)
+        self.scheduler.check_invariants()
+
+
+def first_step_table(bench: Bench, seq: Request) -> list[int]:
+    """Adds a request that has more to say and returns its blocks after its first step."""
+    bench.add(seq)
+    bench.step()
+    return list(seq.block_table)
