@@ -118,6 +118,7 @@ async def test_a_vllm_subscriber_reads_live_events_and_replays_what_it_missed(
     events: list[KVEvent] = [stored(1, 2), BlockRemoved(block_hashes=[1]), AllBlocksCleared()]
     async with publishing() as publisher:
         publisher.publish(events)  # nobody listens yet: lost on PUB, kept for replay
+        assert len(await replay(context, publisher, 0)) == 1  # by now it went out, to nobody
         with context.socket(zmq.SUB) as sub:
             sub.setsockopt(zmq.SUBSCRIBE, publisher.info.topic.encode())
             sub.connect(f"tcp://127.0.0.1:{publisher.info.pub_port}")
@@ -166,6 +167,21 @@ async def test_replay_starts_where_asked_and_forgets_only_the_oldest(
         assert await replay(context, publisher, 10) == []
         assert await replay(context, publisher, 2**64 - 1) == []
         assert publisher.num_published == 10
+
+
+async def test_bytes_are_bounded_too_and_one_large_batch_is_kept_alone(
+    context: zmq.asyncio.Context,
+) -> None:
+    """A few huge batches do not fill the memory; the newest is always there."""
+    async with publishing(buffer_bytes=2000) as publisher:
+        for number in range(50):
+            publisher.publish([stored(number)])
+        kept = await replay(context, publisher, 0)
+        assert 1 < len(kept) < 50
+        assert kept[-1][0] == 49
+        assert sum(len(payload) for _, payload in kept) <= 2000
+        publisher.publish([stored(*range(2**40, 2**40 + 500))])
+        assert [seq for seq, _ in await replay(context, publisher, 0)] == [50]
 
 
 async def test_nothing_happened_takes_no_number(context: zmq.asyncio.Context) -> None:

@@ -200,6 +200,16 @@ async def test_an_end_token_ends_the_answer_and_shows_no_text(
     assert body["choices"][0]["finish_reason"] == reason
 
 
+async def test_the_last_chunk_of_a_stopped_chat_adds_nothing(byte_model: Path) -> None:
+    """An empty delta with the reason, as OpenAI's own."""
+    async with serving(byte_model, ScriptedEngine([ord("a"), IM_END])) as running:
+        *_, last, done = await running.events(CHAT, chat())
+    assert done == "[DONE]"
+    assert last["choices"] == [
+        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+    ]
+
+
 async def test_the_second_request_reports_what_it_reused(byte_model: Path) -> None:
     """Every full block of the shared part, in usage and in the header, before the first byte."""
     shared = "s" * 5 * BLOCK

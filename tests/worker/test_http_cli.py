@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 from kvway_core.config import load
 from kvway_core.errors import ConfigError
 from kvway_worker.cli import COMMAND, DESCRIPTION
+from kvway_worker.jobs import CHAT_FIELDS, COMPLETION_FIELDS
 from kvway_worker.settings import WorkerSettings
 
 EXAMPLE = Path(__file__).parents[2] / "worker" / "config.example.toml"
@@ -62,6 +64,8 @@ def test_the_example_file_has_every_option_and_they_parse(tmp_path: Path) -> Non
         ("--dtype has no meaning with --engine sim", (*SIM, "--dtype", "float32")),
         ("--device has no meaning with --engine sim", (*SIM, "--device", "cpu")),
         ("--deterministic has no meaning with --engine sim", (*SIM, "--deterministic")),
+        ("in float32 on a CPU", ("--model", "m", "--deterministic", "--dtype", "bfloat16")),
+        ("in float32 on a CPU", ("--model", "m", "--deterministic", "--device", "cuda")),
         ("--kv-events-token-ids needs", (*SIM, "--kv-events-token-ids", "--no-kv-events")),
         ("must be at least --max-num-seqs", (*SIM, "--max-num-batched-tokens", "8")),
         ("--num-blocks must be more than 0, got 0", (*SIM, "--num-blocks", "0")),
@@ -111,3 +115,10 @@ def test_a_sim_worker_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_api_page_lists_exactly_the_fields_that_are_taken() -> None:
+    """docs/worker-api.md names what is supported and what is accepted without effect."""
+    page = (Path(__file__).parents[2] / "docs" / "worker-api.md").read_text()
+    listed = page.partition("## Requests")[2].partition("Any other field")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == CHAT_FIELDS | COMPLETION_FIELDS

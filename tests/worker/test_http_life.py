@@ -149,8 +149,9 @@ async def test_too_many_waiting_requests_are_refused(byte_model: Path) -> None:
         ]
         while running.worker.num_in_flight < 2 or not running.engine.load().num_waiting:  # noqa: ASYNC110 - a thread counts
             await asyncio.sleep(0)
-        status, body, _ = await running.post(COMPLETIONS, completion("three", stream=True))
+        status, body, headers = await running.post(COMPLETIONS, completion("three", stream=True))
         assert (status, body["error"]["code"]) == (503, "overloaded")
+        assert int(headers["Retry-After"]) >= 1
         engine.let(20)
         assert [(await task)[0] for task in accepted] == [200, 200]
 

@@ -35,26 +35,24 @@ def test_what_is_passed_on_is_the_text_up_to_the_first_stop(
 ) -> None:
     """However the text is cut into pieces, and nothing that was passed on is taken back."""
     scanner = StopScanner(stops)
-    sent = ""
-    so_far = ""
+    sent = text = ""
     for piece in pieces:
-        so_far += piece
-        already_stopped = scanner.stopped
-        new = scanner.push(piece)
-        assert not (already_stopped and new)
-        sent += new
-        if not scanner.stopped:
-            held = so_far[len(sent) :]
-            assert so_far.startswith(sent)
-            assert len(held) < max(map(len, stops), default=1)
-            assert not held or any(stop.startswith(held) for stop in stops)
-    stopped = scanner.stopped
+        text += piece
+        sent += scanner.push(piece)
+        if scanner.stopped:
+            break
+        held = text.removeprefix(sent)
+        assert sent + held == text
+        assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+    assert scanner.stopped == any(stop in text for stop in stops)
     sent += scanner.flush()
-    # A text that contains a stop string early is cut at the first one *seen*: the earliest in the
-    # text up to the piece that completed any.
-    assert stopped == any(stop in so_far for stop in stops)
-    if not stopped:
-        assert sent == so_far
+    assert sent == up_to_first(text, stops)
+
+
+def test_nothing_comes_after_a_stop() -> None:
+    """Neither from later text nor from a flush."""
+    scanner = StopScanner(["b"])
+    assert [scanner.push("ab"), scanner.push("c"), scanner.flush()] == ["a", "", ""]
 
 
 @pytest.mark.property

@@ -39,7 +39,6 @@ from kvway_core.events import (
 )
 
 TOPIC: Final = "kv-events"
-MAX_BUFFER_BYTES: Final = 64 * 2**20
 _LINGER_MS: Final = 200
 _REPLAYED_PER_TURN: Final = 64
 
@@ -55,6 +54,7 @@ class KvEventOptions:
         pub_port: Port of the PUB socket; 0 takes a free one.
         replay_port: Port of the replay socket; 0 takes a free one.
         buffer_batches: Batches kept for replay, and the high-water mark of both sockets.
+        buffer_bytes: Bytes of payload kept for replay.
         token_ids: Whether stored blocks carry their token ids. They are prompts: off by default.
         topic: First frame of each message.
     """
@@ -63,6 +63,7 @@ class KvEventOptions:
     pub_port: int = 0
     replay_port: int = 0
     buffer_batches: int = 10_000
+    buffer_bytes: int = 64 * 2**20
     token_ids: bool = False
     topic: str = TOPIC
 
@@ -75,8 +76,8 @@ class KvEventPublisher:
 
     Invariants:
         1. Sequence numbers of the kept batches are consecutive and end at the last published.
-        2. At most `buffer_batches` batches and `MAX_BUFFER_BYTES` of payload are kept (one batch
-           above the byte limit is kept alone).
+        2. At most `buffer_batches` batches and `buffer_bytes` of payload are kept (one batch above
+           the byte limit is kept alone).
         3. A batch is sent on PUB at most once, in order.
     """
 
@@ -151,9 +152,8 @@ class KvEventPublisher:
         self._context.destroy(linger=_LINGER_MS)
 
     def _is_over_limit(self) -> bool:
-        return (
-            len(self._kept) > self._options.buffer_batches or self._kept_bytes > MAX_BUFFER_BYTES
-        )
+        options = self._options
+        return len(self._kept) > options.buffer_batches or self._kept_bytes > options.buffer_bytes
 
     def _stripped(self, event: KVEvent) -> KVEvent:
         if self._options.token_ids or not isinstance(event, BlockStored):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Final, Protocol
 
 import msgspec
@@ -23,6 +24,7 @@ from kvway_worker.shapes import ChatShape, CompletionShape
 from kvway_worker.state import WORKER
 
 REQUEST_ID_HEADER: Final = "x-request-id"
+RETRY_AFTER_S: Final = "1"
 _CLIENT_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HEALTHY: Final = frozenset({"ready", "draining"})
 
@@ -93,10 +95,12 @@ async def metrics(request: web.Request) -> web.Response:
 
 @web.middleware
 async def count_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Count each answer with an error status."""
+    """Count each answer with an error status; tell who got a 503 when to come back."""
     response = await handler(request)
-    if response.status >= 400:
+    if response.status >= HTTPStatus.BAD_REQUEST:
         request.app[WORKER].metrics.http_error(response.status)
+    if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        response.headers["Retry-After"] = RETRY_AFTER_S
     return response
 
 

@@ -88,6 +88,7 @@ def _torch_engine(settings: WorkerSettings, model_dir: Path) -> Engine:
         num_blocks=settings.num_blocks,
         kv_cache_bytes=None if gib is None else int(gib * 2**30),
         block_size=settings.block_size,
+        max_model_len=settings.max_model_len,
         deterministic=settings.deterministic,
     )
 

@@ -34,7 +34,7 @@ class WorkerSettings:
     port: int = option(8001, help="port to listen on; 0 takes a free one")
     dtype: str = option(
         "auto",
-        help="type of weights and KV; auto is float32 on a CPU and bfloat16 on a GPU",
+        help="type of weights and KV; auto is bfloat16 where the hardware computes with it",
         choices=("auto", "float32", "bfloat16"),
     )
     device: str = option(
@@ -143,6 +143,8 @@ class WorkerSettings:
                 )
                 if getattr(self, name) != unset
             ]
+        if self.deterministic and (self.dtype == "bfloat16" or self.device == "cuda"):
+            problems.append("--deterministic works in float32 on a CPU: drop --dtype and --device")
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
