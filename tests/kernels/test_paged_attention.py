@@ -45,12 +45,12 @@ def make_case(
 ) -> Case:
     """Make random requests of (rows, keys) in scattered or contiguous blocks.
 
-    Where `poison` is given it fills every slot that no request owns.
+    Where `poison` is given it fills every slot that no request owns. Block 0 belongs to nobody.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-keys // BLOCK_SIZE) for _, keys in lengths]
     num_blocks = sum(counts) + 3
-    order = list(range(num_blocks))
+    order = list(range(1, num_blocks))
     if not contiguous:
         random.Random(seed).shuffle(order)
     shape = (num_blocks, BLOCK_SIZE, heads[1], head_dim)
@@ -125,8 +125,8 @@ def test_every_grouping_of_heads(heads: tuple[int, int], head_dim: int) -> None:
 def test_specification_agrees_with_textbook_attention() -> None:
     """The specification itself: a dense softmax in float64 over one request's keys."""
     case = make_case([(5, 20)], contiguous=True, heads=(2, 2))
-    keys = case.k_cache.flatten(0, 1)[:20].double()
-    values = case.v_cache.flatten(0, 1)[:20].double()
+    keys = case.k_cache.flatten(0, 1)[16:36].double()  # blocks 1 and 2
+    values = case.v_cache.flatten(0, 1)[16:36].double()
     scores = torch.einsum("qhd,khd->hqk", case.q.double(), keys) * SCALE
     hidden = torch.ones(5, 20, dtype=torch.bool).triu(16)
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -160,6 +160,17 @@ def test_where_the_blocks_lie_has_no_effect() -> None:
         ),
     )
     torch.testing.assert_close(run(scattered), run(contiguous), atol=2e-6, rtol=2e-6)
+
+
+def test_blocks_that_only_begin_and_end_like_a_run_are_no_run() -> None:
+    case = make_case([(64, 64), (1, 64)], contiguous=True)
+    requests = tuple(
+        RequestRows(r.num_queries, r.num_keys, [r.block_table[i] for i in (0, 2, 1, 3)])
+        for r in case.requests
+    )
+    swapped = Case(case.q, case.k_cache, case.v_cache, requests)
+    expected, _ = specified(swapped, torch.float64)
+    assert relative_error(run(swapped), expected) < BUDGET[torch.float32]
 
 
 def test_fixed_shapes_make_a_row_independent_of_its_company_bit_for_bit() -> None:

@@ -34,10 +34,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["default", "deterministic"])
-def engine(folder: Path, request: pytest.FixtureRequest) -> TorchEngine:
+def loaded_engine(folder: Path, request: pytest.FixtureRequest) -> TorchEngine:
     return TorchEngine(
         folder, dtype="float32", device="cpu", num_blocks=128, deterministic=request.param
     )
+
+
+@pytest.fixture
+def engine(loaded_engine: TorchEngine) -> TorchEngine:
+    """An engine in whose blocks whatever is read before it is written shows up as NaN."""
+    for layer in (*loaded_engine._cache.k, *loaded_engine._cache.v):
+        layer.fill_(float("nan"))
+    return loaded_engine
 
 
 LENGTHS = (1, 15, 16, 17, 40, 200)
@@ -155,6 +163,20 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine: TorchEngine
     driver.finish()
     assert [r.output_token_ids for r in batch] == [alone[i] for i in (3, 0, 4, 1, 2)]
     assert len({tuple(tokens) for tokens in alone}) == 5
+
+
+def test_each_position_draws_its_own_number(folder: Path) -> None:
+    """Where all tokens are equally likely the number alone decides; it stays when others leave."""
+    engine = TorchEngine(folder, dtype="float32", device="cpu", num_blocks=64)
+    with torch.no_grad():
+        engine._model._model.get_output_embeddings().weight.zero_()
+    driver = Driver(engine)
+    whole = driver.add([1, 2, 3], 30, temperature=1.0, seed=5)
+    driver.finish()
+    assert len(set(whole.output_token_ids)) > 20
+    rest = driver.add([1, 2, 3, *whole.output_token_ids[:10]], 20, temperature=1.0, seed=5)
+    driver.finish()
+    assert rest.output_token_ids == whole.output_token_ids[10:]
 
 
 def test_without_a_seed_answers_differ(engine: TorchEngine) -> None:
