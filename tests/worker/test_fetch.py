@@ -151,6 +151,15 @@ def test_an_interrupted_fetch_leaves_nothing_and_the_next_succeeds(tmp_path: Pat
     assert resolve_model(SPEC, store=store, sources=network.sources()).is_dir()
 
 
+def test_what_a_killed_fetch_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    network = FakeNetwork(hub=write_byte_model(tmp_path / "hub"))
+    store = tmp_path / "store"
+    (store / f".fetch-{FOLDER}-abc" / FOLDER).mkdir(parents=True)
+    (store / ".fetch-owner--another-abc").mkdir()
+    resolve_model(SPEC, store=store, sources=network.sources())
+    assert left_in(store) == {FOLDER, ".fetch-owner--another-abc"}
+
+
 def test_two_at_once_fetch_once(tmp_path: Path) -> None:
     network = FakeNetwork(hub=write_byte_model(tmp_path / "hub"))
     store = tmp_path / "store"

@@ -208,7 +208,10 @@ def _fetch_into(target: Path, spec: str, sources: Sources) -> None:
         lock.acquire()
     try:
         if not target.is_dir():
-            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
+            prefix = f".fetch-{target.name}-"
+            for killed in target.parent.glob(f"{prefix}*"):  # nobody else fetches it now
+                shutil.rmtree(killed, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as scratch:
                 folder = Path(scratch) / target.name
                 folder.mkdir()
                 _fill(folder, spec, sources)
