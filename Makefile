@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft
 
 help: ## Show what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,7 +16,8 @@ setup: $(STAMP) ## Make .venv and install kvway into it; does nothing when that 
 # The stamp comes last, so an interrupted install is done again.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@echo 'Installing kvway and what it needs into $(VENV): a few minutes the first time.'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 up: setup ## Start a router and two workers; ARGS="--replicas 3" for more (see kvway up --help)
@@ -51,3 +52,6 @@ wheel: setup ## Build the wheel into dist/
 
 clean: ## Remove everything that these targets made
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
+
+bench-ttft: setup ## Measure warm against cold time to first token; ARGS="--pairs 20" for more
+	@$(BIN)/python -m loadtests.bench_ttft $(ARGS)

@@ -42,7 +42,7 @@ from kvway_core.errors import (
     error_body,
 )
 
-DEFAULT_MAX_BODY_BYTES = 8 * 2**20
+DEFAULT_MAX_BODY_BYTES = 16 * 2**20
 DEFAULT_BODY_TIMEOUT_S = 30.0
 KEEPALIVE_TIMEOUT_S = 75.0
 """How long a connection may idle, and how long the headers of a request may take."""

@@ -13,6 +13,7 @@ from typing import Final
 
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
+from kvway_core.web import DEFAULT_MAX_BODY_BYTES
 from kvway_router.discovery import DnsName, ReplicaAddress
 
 _MAX_PORT: Final = 65_535
@@ -67,7 +68,7 @@ class RouterSettings:
         2_097_152, help="index entries of all replicas together", unit="blocks"
     )
     max_attempts: int = option(3, help="replicas one request is tried at, at most")
-    max_body_bytes: int = option(16 * 1024 * 1024, help="largest request body", unit="bytes")
+    max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, help="largest request body", unit="bytes")
     body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")
     connect_timeout_s: float = option(1.0, help="time to connect to a replica", unit="seconds")
     read_timeout_s: float = option(

@@ -126,7 +126,8 @@ class Cluster:
 
         async def seen() -> bool:
             replicas = await self.get(router.ready["admin"] + "/admin/replicas")
-            return sum(r["state"] == "ready" for r in replicas["replicas"]) == count
+            num_ready = len([r for r in replicas["replicas"] if r["state"] == "ready"])
+            return num_ready == count
 
         await until(seen, limit_s=20, failure=f"never saw {count} replicas: {router.tail}")
 

@@ -184,7 +184,7 @@ class KvEventPublisher:
                 continue
             peer = request[0]
             batches = self._from(start)
-            _log.info("kv_events_replayed", start_seq=start, num_batches=len(batches))
+            _log.debug("kv_events_replayed", start_seq=start, num_batches=len(batches))
             for count, (seq, payload) in enumerate(batches, start=1):
                 await self._replay.send_multipart([peer, b"", self._topic, pack_seq(seq), payload])
                 if count % _REPLAYED_PER_TURN == 0:

@@ -9,6 +9,7 @@ from typing import Final
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
 from kvway_core.models import served_model_name
+from kvway_core.web import DEFAULT_MAX_BODY_BYTES
 
 SIM_NUM_BLOCKS: Final = 4096
 TORCH_KV_CACHE_GIB: Final = 1.0
@@ -92,7 +93,7 @@ class WorkerSettings:
     sim_decode_s_per_seq: float = option(
         0.0, help="sim: time a generated token adds to its step", unit="seconds"
     )
-    max_body_bytes: int = option(8 * 2**20, help="largest request body", unit="bytes")
+    max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, help="largest request body", unit="bytes")
     body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")
     tokenizer_threads: int = option(2, help="threads that tokenize", unit="threads")
     max_tokenizing: int = option(
