@@ -211,9 +211,11 @@ class Cluster:
         threads = max(1, len(os.sched_getaffinity(0)) // options.replicas)
         args = ["worker", "--engine", options.engine, "--host", "127.0.0.1", "--port", str(port)]
         args += ["--model", folder, "--served-model-name", served_as]
-        # Workers share the cores; more threads than cores slow every one of them down.
-        env = {"OMP_NUM_THREADS": str(threads), **self._env}
-        self._spawn(name, [*args, *self._ready_arg(name), *_words(options.worker_arg)], env=env)
+        if options.engine == "torch":
+            # Workers share the cores; more threads than cores slow every one of them down.
+            args += ["--num-threads", str(threads)]
+        args += [*self._ready_arg(name), *_words(options.worker_arg)]
+        self._spawn(name, args, env=self._env)
 
     def _start_router(self, urls: Sequence[str], *, folder: str, served_as: str) -> None:
         options = self._options

@@ -90,6 +90,7 @@ def _torch_engine(settings: WorkerSettings, model_dir: Path) -> Engine:
         block_size=settings.block_size,
         max_model_len=settings.max_model_len,
         deterministic=settings.deterministic,
+        num_threads=settings.num_threads,
     )
 
 

@@ -43,6 +43,11 @@ class WorkerSettings:
         help="where the model runs; auto is the GPU if there is one",
         choices=("auto", "cpu", "cuda"),
     )
+    num_threads: int | None = option(
+        None,
+        help="threads that compute on a CPU, torch only; give fewer where workers share the cores,"
+        " else torch takes all",
+    )
     num_blocks: int | None = option(
         None,
         help="KV blocks in the pool; else by --kv-cache-gib, with sim 4096",
@@ -140,6 +145,7 @@ class WorkerSettings:
                     ("kv_cache_gib", None),
                     ("dtype", "auto"),
                     ("device", "auto"),
+                    ("num_threads", None),
                     ("deterministic", False),
                 )
                 if getattr(self, name) != unset
@@ -166,6 +172,7 @@ class WorkerSettings:
 
 
 _POSITIVE: Final = (
+    "num_threads",
     "num_blocks",
     "kv_cache_gib",
     "block_size",
