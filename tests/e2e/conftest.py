@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import aiohttp
 import pytest
 
-from kvway_core.testing.byte_model import write_byte_model
 from tests.e2e.harness import Cluster
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
-
-
-@pytest.fixture(scope="session")
-def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with a real byte-level tokenizer and a ChatML template."""
-    return write_byte_model(tmp_path_factory.mktemp("byte-model"))
 
 
 @pytest.fixture

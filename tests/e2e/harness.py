@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 KVWAY = str(Path(sys.executable).parent / "kvway")
-START_LIMIT_S = 50.0
+START_LIMIT_S = 300.0
 POLL_S = 0.02
 T = TypeVar("T")
 

@@ -10,6 +10,8 @@ from kvway_worker.step import StepPlan
 
 PREFILL_WINDOW_TOKENS: Final = 8192
 """Prefilled tokens after which a measurement counts half."""
+MIN_PREFILL_TOKENS: Final = 128
+"""Prefill steps below it say more about what any step takes than about the rate: not counted."""
 DECODE_SMOOTHING: Final = 0.1
 """Weight of the newest decode step in the average."""
 
@@ -61,11 +63,14 @@ class Rates:
         """Learns from one step.
 
         Of a step that does both, what a decode step alone takes is not counted as prefill, but
-        at least half of it is.
+        at least half of it is. Small prefills are not counted: a short prompt would make a worker
+        look slow for long ones, and sends them elsewhere.
         """
         if not step.num_prefill_tokens:
             known = self.decode_step_s or step.duration_s
             self.decode_step_s = known + DECODE_SMOOTHING * (step.duration_s - known)
+            return
+        if step.num_prefill_tokens < MIN_PREFILL_TOKENS:
             return
         prefill_s = step.duration_s
         if step.num_decode_tokens:

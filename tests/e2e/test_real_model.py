@@ -1,0 +1,114 @@
+"""`kvway up` with the default model, used with the openai client: what a new user does first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+
+from kvway_worker.fetch import DEFAULT_MODEL, resolve_model
+from tests.e2e.harness import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(900)]
+
+BLOCK = 16
+LIBRARY = (
+    "You are the help desk of a small library in a harbour town. Answer in one short sentence. "
+    "A card costs 12 euros a year. Books may be kept for 28 days and renewed twice. "
+) + "Be polite, be brief, and never promise a book that you have not seen on its shelf. " * 31
+GARDEN = (
+    "You advise people who grow vegetables on balconies. Answer in one short sentence. "
+) + "Think of light, water and wind first, and name plants by the names that shops use. " * 31
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer and what came with it."""
+
+    text: str
+    headers: dict[str, str]
+    prompt_tokens: int
+    cached_tokens: int
+
+
+async def ask(client: openai.AsyncOpenAI, system: str, question: str, *, stream: bool) -> Answer:
+    """Ask with the official client, streamed or not."""
+    fields: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    raw = await client.chat.completions.with_raw_response.create(
+        model=DEFAULT_MODEL,
+        messages=[
+            {"role": "system", "content": system},
+            {"role": "user", "content": question},
+        ],
+        max_tokens=16,
+        temperature=0,
+        stream=stream,
+        **fields,
+    )
+    answer: Any = raw.parse()
+    if stream:
+        chunks = [chunk async for chunk in answer]
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        usage = chunks[-1].usage
+    else:
+        text, usage = answer.choices[0].message.content, answer.usage
+    return Answer(
+        text, dict(raw.headers), usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens
+    )
+
+
+def shared_tokens(system: str, *questions: str) -> int:
+    """Leading tokens that chats with one system prompt have in common, by transformers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(DEFAULT_MODEL))
+    first, second = (
+        tokenizer.apply_chat_template(
+            [{"role": "system", "content": system}, {"role": "user", "content": question}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for question in questions
+    )
+    same = 0
+    while first[same] == second[same]:
+        same += 1
+    return same
+
+
+async def test_the_second_request_is_fast_and_says_why(cluster: Cluster) -> None:
+    """Real text, cached tokens to the block, and another replica for another prompt."""
+    resolve_model(DEFAULT_MODEL)
+    up = await cluster.start(
+        "up", "up", "--port", "0", "--admin-port", "0", "--log-dir", str(cluster.folder / "logs")
+    )
+    assert [sorted(replica) for replica in up.ready["replicas"]] == [["id", "url"]] * 2
+    async with openai.AsyncOpenAI(base_url=up.ready["api"] + "/v1", api_key="none") as client:
+        capital = await ask(client, "Be brief.", "What is the capital of France?", stream=False)
+        cold = await ask(client, LIBRARY, "What does a card cost?", stream=False)
+        warm = await ask(client, LIBRARY, "How long may I keep a book?", stream=True)
+        again = await ask(client, LIBRARY, "How long may I keep a book?", stream=False)
+        other = await ask(client, GARDEN, "What grows in the shade?", stream=True)
+
+    assert "Paris" in capital.text
+    shared = shared_tokens(LIBRARY, "What does a card cost?", "How long may I keep a book?")
+    assert shared > 600
+    assert cold.cached_tokens == 0
+    assert warm.cached_tokens == shared // BLOCK * BLOCK
+    assert warm.headers["x-kvway-replica"] == cold.headers["x-kvway-replica"]
+    assert warm.headers["x-kvway-reason"].startswith("prefix; ")
+    assert again.text == warm.text
+    assert other.headers["x-kvway-replica"] != cold.headers["x-kvway-replica"]
+    assert other.cached_tokens == 0
+
+    record = await cluster.get(
+        f"{up.ready['admin']}/admin/decisions/{warm.headers['x-kvway-request-id']}"
+    )
+    assert record["reason"] == "prefix"
+    assert record["prompt_tokens"] == warm.prompt_tokens
+    assert record["cached_tokens"] == warm.cached_tokens
+    matched = {c["replica_id"]: c["matched_blocks"] for c in record["candidates"]}
+    assert matched[record["replica_id"]] == warm.cached_tokens // BLOCK
+    assert all(candidate["predicted_ttft_s"] > 0 for candidate in record["candidates"])
