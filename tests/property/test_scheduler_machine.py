@@ -39,8 +39,8 @@ FINAL = (Status.FINISHED, Status.ABORTED, Status.FAILED)
 def prompts(draw: st.DrawFn) -> list[int]:
     """Prompts that often share a beginning: a few documents, cut anywhere, with short tails."""
     document = draw(st.integers(0, 2))
-    length = draw(st.integers(1, 30))
-    tail = draw(st.lists(st.integers(0, 1), max_size=5))
+    length = draw(st.sampled_from([4, 8, 16]) | st.integers(1, 30))
+    tail = draw(st.just([]) | st.lists(st.integers(0, 1), max_size=5))
     return [100 * document + position // 2 for position in range(length)] + tail
 
 
@@ -165,7 +165,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_invariants()
         assert self.pool.num_free + self.pool.num_referenced == self.pool.num_blocks
         self.replay.apply(self.pool.take_events())
-        assert set(self.replay.parents) == {event_hash(h) for h in self.pool.committed()}
+        expected: dict[int, tuple[int | None, list[int]]] = {}
+        for block_hash, block in self.pool.committed().items():
+            content = self.pool.content(block)
+            assert content is not None
+            before = content.parent
+            parent = self.pool.content(before) if isinstance(before, int) else None
+            expected[event_hash(block_hash)] = (
+                None if parent is None else event_hash(parent.block_hash),
+                list(content.token_ids),
+            )
+        known = {key: (self.replay.parents[key], self.replay.tokens[key]) for key in expected}
+        assert known == expected
+        assert len(self.replay.parents) == len(expected)
 
     @invariant()
     def everyone_says_what_they_would_say_alone(self) -> None:
