@@ -291,13 +291,14 @@ async def test_what_can_never_run_is_refused_at_once() -> None:
 
 
 async def test_an_id_in_use_is_refused() -> None:
-    async with (
-        worker() as w,
-        aclosing(w.loop.generate(request("0", PROMPT, max_tokens=900))) as parts,
-    ):
-        await anext(parts)
+    async with worker() as w:
+        w.engine.gate.clear()
+        first = w.start(request("0", PROMPT, max_tokens=2))
+        await w.engine.step_begins()
         with pytest.raises(InvalidRequest, match="use another id"):
             await w.ask(request("0", PROMPT))
+        w.engine.gate.set()
+        assert tokens(await first) == answer(PROMPT, 2)
 
 
 async def test_more_requests_than_may_wait_are_refused() -> None:
@@ -317,15 +318,15 @@ async def test_load_counts_what_was_just_handed_over() -> None:
         w.engine.gate.clear()
         first = w.start(request("0", PROMPT, max_tokens=2))
         await w.engine.step_begins()
-        second = w.start(request("1", range(100), max_tokens=2))
+        second = w.start(request("1", range(200), max_tokens=2))
         await asyncio.sleep(0)
         load = w.loop.load()
-        assert (load.num_running + load.num_waiting, load.waiting_uncached_tokens) == (2, 140)
+        assert (load.num_running + load.num_waiting, load.waiting_uncached_tokens) == (2, 240)
         w.engine.gate.set()
         await asyncio.gather(first, second)
         load = w.loop.load()
         assert (load.num_running, load.num_waiting, load.waiting_uncached_tokens) == (0, 0, 0)
-        assert (load.num_free_blocks, load.num_cached_blocks, load.num_blocks) == (100, 6, 100)
+        assert (load.num_free_blocks, load.num_cached_blocks, load.num_blocks) == (100, 12, 100)
         assert load.prefill_tokens_per_s > 0
         assert load.decode_step_s > 0
 
@@ -347,9 +348,14 @@ async def test_events_come_in_order_and_before_the_answer_ends() -> None:
 
 async def test_reset_says_no_while_a_request_runs() -> None:
     async with worker() as w:
-        async with aclosing(w.loop.generate(request("0", PROMPT, max_tokens=900))) as parts:
-            await anext(parts)
-            assert not await w.loop.reset_prefix_cache()
+        w.engine.gate.clear()
+        first = w.start(request("0", PROMPT, max_tokens=2))
+        await w.engine.step_begins()
+        reset = asyncio.create_task(w.loop.reset_prefix_cache())
+        await asyncio.sleep(0)
+        w.engine.gate.set()  # the reset comes after this step, with one more to do
+        assert not await reset
+        await first
         assert await w.loop.reset_prefix_cache()
 
 
