@@ -40,7 +40,12 @@ def setup(level: str = "info", *, json: bool | Literal["auto"] = "auto") -> None
     ]
     rendering: list[structlog.typing.Processor]
     if as_json:
-        rendering = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        # A traceback without the local variables of its frames: prompts are among them.
+        tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        rendering = [
+            structlog.processors.ExceptionRenderer(tracebacks),
+            structlog.processors.JSONRenderer(),
+        ]
     else:
         rendering = [
             _escape_event,
