@@ -5,7 +5,7 @@ Import these from `kvway_core.api`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -134,20 +134,27 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ModelCard]
 
 
+# Routers read what a worker says of itself: what is out of all bounds is refused there.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+Measured = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+Port = Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+ShortText = Annotated[str, msgspec.Meta(max_length=1024)]
+
+
 class BlockCounts(msgspec.Struct, frozen=True):
     """A worker's KV blocks: `free` are empty, `cached` reusable, the rest in use."""
 
-    free: int
-    cached: int
-    total: int
+    free: Count
+    cached: Count
+    total: Count
 
 
 class KvEventsInfo(msgspec.Struct, frozen=True):
     """Where a worker publishes its KV events: ports on the host that answers /load."""
 
-    pub_port: int
-    replay_port: int
-    topic: str
+    pub_port: Port
+    replay_port: Port
+    topic: ShortText
 
 
 WorkerState = Literal["starting", "ready", "draining", "failed"]
@@ -173,17 +180,17 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         kv_events: None when it publishes none.
     """
 
-    boot_id: str
-    model: str
-    block_size: int
-    hash_scheme: str
+    boot_id: ShortText
+    model: ShortText
+    block_size: Count
+    hash_scheme: ShortText
     state: WorkerState
-    num_running: int
-    num_waiting: int
-    waiting_uncached_tokens: int
+    num_running: Count
+    num_waiting: Count
+    waiting_uncached_tokens: Count
     blocks: BlockCounts
-    prefill_tokens_per_s: float
-    decode_step_s: float
-    max_model_len: int
-    max_num_seqs: int
+    prefill_tokens_per_s: Measured
+    decode_step_s: Measured
+    max_model_len: Count
+    max_num_seqs: Count
     kv_events: KvEventsInfo | None = None

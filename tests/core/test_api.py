@@ -451,8 +451,8 @@ def test_golden_answers(golden: Callable[[str, str], None]) -> None:
     golden("answers.txt", "".join(api.sse(api.encode(value)).decode() for value in values))
 
 
-def test_a_load_report_survives_the_wire() -> None:
-    report = api.LoadReport(
+def load_report() -> api.LoadReport:
+    return api.LoadReport(
         boot_id="b",
         model="m",
         block_size=16,
@@ -468,4 +468,29 @@ def test_a_load_report_survives_the_wire() -> None:
         max_num_seqs=32,
         kv_events=api.KvEventsInfo(1, 2, "t"),
     )
+
+
+def test_a_load_report_survives_the_wire() -> None:
+    report = load_report()
     assert msgspec.json.decode(api.encode(report), type=api.LoadReport) == report
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_waiting", -1),
+        ("waiting_uncached_tokens", 10**400),
+        ("block_size", 2**49),
+        ("decode_step_s", -0.1),
+        ("prefill_tokens_per_s", 1e300),
+        ("blocks", {"free": 0, "cached": 0, "total": 10**400}),
+        ("blocks", {"free": -1, "cached": 0, "total": 1}),
+        ("kv_events", {"pub_port": -1, "replay_port": 2, "topic": ""}),
+        ("kv_events", {"pub_port": 1, "replay_port": 65_536, "topic": ""}),
+        ("boot_id", "b" * 1025),
+    ],
+)
+def test_a_load_report_out_of_all_bounds_is_refused(field: str, value: object) -> None:
+    fields = msgspec.to_builtins(load_report()) | {field: value}
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.json.decode(json.dumps(fields), type=api.LoadReport)
