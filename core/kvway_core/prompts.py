@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from kvway_core.api import ChatMessage, ContentPart
 from kvway_core.chat_template import ChatTemplate
 from kvway_core.errors import ConfigError, InvalidRequest
+from kvway_core.strict_json import plain_name
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -129,7 +130,9 @@ class PromptEncoder:
             text: Any text; special tokens written in it become those tokens.
             add_special_tokens: Whether the tokenizer puts its own (BOS) around it.
         """
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, the batch call lets other threads run meanwhile, and counts no offsets.
+        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids; broken UTF-8 becomes U+FFFD, unknown ids nothing.
@@ -233,8 +236,9 @@ def _text_of(index: int, part: ContentPart) -> str:
     """
     param = f"messages[{index}].content"
     if part.type != "text":
+        kind = plain_name(part.type) or "this"
         raise InvalidRequest(
-            f"{param}: parts of type {part.type[:32]} are not supported, only text.", param=param
+            f"{param}: parts of type {kind} are not supported, only text.", param=param
         )
     if part.text is None:
         raise InvalidRequest(f"{param}: a text part needs text.", param=param)

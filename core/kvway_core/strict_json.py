@@ -1,8 +1,8 @@
 """Reads the JSON body of a request into a type, and names what is wrong with it.
 
 A router forwards the client's bytes, so it must not read them differently from whoever reads them
-next: what JSON parsers disagree about (duplicate keys, NaN, a byte order mark, lone surrogates,
-numbers beyond double precision, nesting without end) is refused here rather than guessed.
+next: what JSON parsers disagree about (top-level keys given twice, NaN, a byte order mark, lone
+surrogates, numbers beyond double precision, nesting without end) is refused here, not guessed.
 """
 
 from __future__ import annotations
@@ -82,9 +82,12 @@ def top_level_fields(body: bytes) -> Mapping[str, msgspec.Raw]:
             f"The body may have {MAX_KEYS} fields with names of {MAX_KEY_BYTES} bytes.",
             code="too_complex",
         )
-    if not _is_compact(body, fields):
-        _refuse_duplicates(body)
-    _refuse_depth(body)
+    try:
+        _refuse_depth(body)
+        if not _is_compact(body, fields):
+            _refuse_duplicates(body)
+    except (ValueError, RecursionError) as exc:
+        _refuse_malformed(body, cause=exc)
     return fields
 
 

@@ -306,6 +306,21 @@ def test_as_deep_as_allowed() -> None:
     api.parse_chat(HEAD + b',"x":' + nested(63) + b"}")
 
 
+@pytest.mark.parametrize("space", [b"", b" "], ids=["compact", "spaced"])
+@pytest.mark.parametrize("known", [True, False], ids=["read", "not read"])
+def test_numbers_and_nesting_beyond_what_python_reads_are_refused(
+    *, space: bytes, known: bool
+) -> None:
+    field = b'"seed":' if known else b'"zz":'
+    digits = HEAD + b"," + space + field + b"1" * 4301 + b"}"
+    assert refusal(digits).code == "invalid_number"
+    nested = HEAD + b"," + space + b'"zz":{"a":' + b"1" * 4301 + b"}}"
+    assert refusal(nested).code == "invalid_number"
+    for depth in range(900, 1100):
+        deep = HEAD + b"," + space + field + b"[" * depth + b"1" + b"]" * depth + b"}"
+        assert refusal(deep).code == "too_complex"
+
+
 def test_many_brackets_are_not_depth() -> None:
     assert chat(messages=[{**MESSAGE, "content": "[{" * 1000}] * 200).messages[0].content
     assert completion(prompt=[[1]] * 100).prompts == [[1]] * 100

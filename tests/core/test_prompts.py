@@ -6,7 +6,10 @@ import functools
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -389,3 +392,24 @@ def test_broken_bytes_without_end_are_not_held_without_end(encoder: PromptEncode
     assert 960 < sent < 1000
     assert sent + len(detokenizer.flush()) == 1000
     assert detokenizer.flush() == ""
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized(encoder: PromptEncoder) -> None:
+    """The event loop is such a thread: it must not stand still for a client's long prompt."""
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    begun = time.perf_counter()
+    encoder.encode_text("some words and 12345 more, " * 40_000)
+    ended = time.perf_counter()
+    done.set()
+    ticker.join()
+    during = [begun, *(t for t in ticks if begun < t < ended), ended]
+    standstill = max(after - before for before, after in pairwise(during))
+    assert standstill < (ended - begun) / 2
