@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 import torch
 
 from kvway_core.errors import EngineFailed
 from kvway_worker.sequence import SamplingParams
+from kvway_worker.torch_engine import sampling
 from kvway_worker.torch_engine.sampling import Draw, sample, uniform
 
 
@@ -82,6 +84,27 @@ def test_a_draw_depends_on_seed_and_position_alone() -> None:
     batch = sample(logits, [Draw(others, 1), Draw(hot, 9), Draw(others, 2), Draw(hot, 11)])
     assert sample(logits[1:2], [Draw(hot, 9)]) == [batch[1]]
     assert sample(logits[3:4], [Draw(hot, 11)]) == [batch[3]]
+
+
+def test_without_top_p_the_vocabulary_keeps_its_order() -> None:
+    """It is not sorted: a draw is the first token whose cumulative share exceeds the number."""
+    cumulative = list(accumulate(PROBABILITIES.tolist()))
+    params = SamplingParams(max_tokens=1, temperature=1.0, seed=9)
+    for position in range(200):
+        number = uniform(9, position)
+        expected = next(token for token, share in enumerate(cumulative) if share > number)
+        assert sample(PROBABILITIES.log()[None], [Draw(params, position)]) == [expected]
+
+
+def test_the_largest_number_draws_a_token_that_has_a_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even where the tokens at the end of the vocabulary have none."""
+    monkeypatch.setattr(sampling, "uniform", lambda *_: 1 - 2.0**-53)
+    logits = torch.full((1, 999), -torch.inf)
+    logits[0, :500] = torch.randn(500, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(max_tokens=1, temperature=1.0)
+    assert sample(logits, [Draw(params, 0)]) == [499]
 
 
 def test_uniform_numbers_are_in_range_and_differ() -> None:

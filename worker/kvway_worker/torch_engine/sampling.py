@@ -74,16 +74,25 @@ def uniform(seed: int | None, position: int) -> float:
 
 
 def _draw(scores: Tensor, draw: Draw) -> int:
-    """Draw by inverting the cumulative distribution, likeliest tokens first.
+    """Draw by inverting the cumulative distribution.
 
-    With `top_p` only the smallest set of likeliest tokens that reaches that share is drawn from;
-    it has at least one token.
+    With `top_p` below 1 only the smallest set of likeliest tokens that reaches that share is drawn
+    from; it has at least one token. It takes a sort of the vocabulary, so without it none is done.
     """
     probabilities = torch.softmax(scores.double() / draw.params.temperature, dim=-1)
+    number = uniform(draw.params.seed, draw.position)
+    if draw.params.top_p == 1:
+        return _invert(probabilities.cumsum(dim=-1), number)
     ordered, order = probabilities.sort(descending=True, stable=True)
     cumulative = ordered.cumsum(dim=-1)
     last = int(torch.searchsorted(cumulative, draw.params.top_p * float(cumulative[-1])))
-    last = min(last, len(ordered) - 1)
-    target = uniform(draw.params.seed, draw.position) * float(cumulative[last])
-    index = int(torch.searchsorted(cumulative, target, right=True))
-    return int(order[min(index, last)])
+    return int(order[_invert(cumulative[: last + 1], number)])
+
+
+def _invert(cumulative: Tensor, number: float) -> int:
+    """Return the first index whose cumulative weight is more than that share of the whole.
+
+    It has a weight of its own; a number below 1 keeps its share below the whole.
+    """
+    target = number * float(cumulative[-1])
+    return int(torch.searchsorted(cumulative, target, right=True))
