@@ -19,6 +19,12 @@ from kvway_worker.settings import WorkerSettings
 
 EXAMPLE = Path(__file__).parents[2] / "worker" / "config.example.toml"
 SIM = ("--model", "m", "--engine", "sim")
+SILENT = (*SIM, "--no-kv-events")
+
+
+def sim_option(name: str) -> tuple[str, ...]:
+    """Arguments that give an option of the cost model to a torch worker."""
+    return ("--model", "m", f"--sim-{name}", "0.5")
 
 
 def settings_of(*argv: str) -> WorkerSettings:
@@ -64,6 +70,21 @@ def test_the_example_file_has_every_option_and_they_parse(tmp_path: Path) -> Non
         ("--dtype has no meaning with --engine sim", (*SIM, "--dtype", "float32")),
         ("--device has no meaning with --engine sim", (*SIM, "--device", "cpu")),
         ("--deterministic has no meaning with --engine sim", (*SIM, "--deterministic")),
+        ("--num-threads has no meaning with --engine sim", (*SIM, "--num-threads", "1")),
+        ("--sim-decode-step-s has no meaning with --engine torch", sim_option("decode-step-s")),
+        ("--sim-decode-s-per-seq has no meaning", sim_option("decode-s-per-seq")),
+        ("--sim-prefill-tokens-per-s has no meaning", sim_option("prefill-tokens-per-s")),
+        ("--sim-attention-s-per-pair has no meaning", sim_option("attention-s-per-pair")),
+        ("--kv-events-host needs", (*SILENT, "--kv-events-host", "127.0.0.2")),
+        ("--kv-events-port needs", (*SILENT, "--kv-events-port", "5557")),
+        ("--kv-events-replay-port needs", (*SILENT, "--kv-events-replay-port", "5558")),
+        ("--kv-events-buffer needs --kv-events", (*SILENT, "--kv-events-buffer", "5")),
+        ("--num-blocks must be at most 1048576", (*SIM, "--num-blocks", "100000000000")),
+        ("--block-size must be at most 1024", (*SIM, "--block-size", "1000000000")),
+        (
+            "--num-blocks (1048576) times --block-size (65) must be at most 67108864 tokens",
+            (*SIM, "--num-blocks", "1048576", "--block-size", "65"),
+        ),
         ("in float32 on a CPU", ("--model", "m", "--deterministic", "--dtype", "bfloat16")),
         ("in float32 on a CPU", ("--model", "m", "--deterministic", "--device", "cuda")),
         ("--kv-events-token-ids needs", (*SIM, "--kv-events-token-ids", "--no-kv-events")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -13,6 +14,10 @@ from kvway_core.web import DEFAULT_MAX_BODY_BYTES
 
 SIM_NUM_BLOCKS: Final = 4096
 TORCH_KV_CACHE_GIB: Final = 1.0
+MAX_BLOCK_SIZE: Final = 1024
+MAX_NUM_BLOCKS: Final = 2**20
+SIM_MAX_KV_TOKENS: Final = 2**26
+"""Tokens in the blocks of a sim worker, which keeps 8 bytes for each."""
 _MAX_PORT: Final = 65_535
 
 
@@ -132,24 +137,24 @@ class WorkerSettings:
             for name in _NOT_NEGATIVE
             if getattr(self, name) < 0
         ]
+        problems += [
+            f"{_flag(name)} must be at most {most}, got {value}"
+            for name, most in _AT_MOST
+            if (value := getattr(self, name)) is not None and value > most
+        ]
         return problems + self._contradictions()
 
     def _contradictions(self) -> list[str]:
         problems: list[str] = []
         if self.num_blocks is not None and self.kv_cache_gib is not None:
             problems.append("--num-blocks and --kv-cache-gib exclude each other: give one")
+        no_meaning = _TORCH_ONLY if self.engine == "sim" else _SIM_ONLY
+        problems += [
+            f"{_flag(name)} has no meaning with --engine {self.engine}"
+            for name in self._changed(no_meaning)
+        ]
         if self.engine == "sim":
-            problems += [
-                f"{_flag(name)} has no meaning with --engine sim"
-                for name, unset in (
-                    ("kv_cache_gib", None),
-                    ("dtype", "auto"),
-                    ("device", "auto"),
-                    ("num_threads", None),
-                    ("deterministic", False),
-                )
-                if getattr(self, name) != unset
-            ]
+            problems += self._too_large_for_sim()
         if self.deterministic and (self.dtype == "bfloat16" or self.device == "cuda"):
             problems.append("--deterministic works in float32 on a CPU: drop --dtype and --device")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -161,9 +166,28 @@ class WorkerSettings:
         fixed = [port for port in ports if port]
         if len(set(fixed)) < len(fixed):
             problems.append("--port, --kv-events-port and --kv-events-replay-port must differ")
-        if self.kv_events_token_ids and not self.kv_events:
-            problems.append("--kv-events-token-ids needs --kv-events")
+        if not self.kv_events:
+            problems += [
+                f"{_flag(name)} needs --kv-events" for name in self._changed(_KV_EVENTS_ONLY)
+            ]
         return problems
+
+    def _too_large_for_sim(self) -> list[str]:
+        num_blocks = self.num_blocks or SIM_NUM_BLOCKS
+        num_tokens = num_blocks * self.block_size
+        if (
+            num_blocks > MAX_NUM_BLOCKS
+            or self.block_size > MAX_BLOCK_SIZE
+            or num_tokens <= SIM_MAX_KV_TOKENS
+        ):
+            return []
+        product = f"--num-blocks ({num_blocks}) times --block-size ({self.block_size})"
+        return [f"{product} must be at most {SIM_MAX_KV_TOKENS} tokens with --engine sim"]
+
+    def _changed(self, names: tuple[str, ...]) -> list[str]:
+        """Return which of these options do not have their default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in names if getattr(self, name) != defaults[name]]
 
     @property
     def name(self) -> str:
@@ -192,6 +216,21 @@ _NOT_NEGATIVE: Final = (
     "sim_decode_step_s",
     "sim_decode_s_per_seq",
     "drain_timeout_s",
+)
+_AT_MOST: Final = (("num_blocks", MAX_NUM_BLOCKS), ("block_size", MAX_BLOCK_SIZE))
+_TORCH_ONLY: Final = ("kv_cache_gib", "dtype", "device", "num_threads", "deterministic")
+_SIM_ONLY: Final = (
+    "sim_prefill_tokens_per_s",
+    "sim_attention_s_per_pair",
+    "sim_decode_step_s",
+    "sim_decode_s_per_seq",
+)
+_KV_EVENTS_ONLY: Final = (
+    "kv_events_host",
+    "kv_events_port",
+    "kv_events_replay_port",
+    "kv_events_token_ids",
+    "kv_events_buffer",
 )
 
 
