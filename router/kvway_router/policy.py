@@ -49,7 +49,7 @@ class Reason(StrEnum):
     PREFIX = "prefix"
     """No other candidate holds more of the prompt."""
     LEAST_LOADED = "least_loaded"
-    """No candidate holds anything of the prompt."""
+    """No candidate holds enough of the prompt to matter."""
     SPILL = "spill"
     """Another candidate holds more of the prompt, but waiting for it costs more."""
     ONLY_REPLICA = "only_replica"
@@ -68,6 +68,9 @@ class PolicyParams:
         kv_weight_s: km: seconds that a replica costs more per whole cache over the threshold.
         kv_threshold: theta: share of the KV blocks that may be taken at no cost.
         default_prefill_tokens_per_s: R while no replica's rate is known.
+        spread_share: A match that saves at most this share of the own work is no reason to follow
+            it: otherwise all prompts would go where the first one went, as many templates begin
+            with the same few words.
         tie_share: Candidates that cost at most this share of the best one's own work more than it,
             and hold as much of the prompt, are tied with it.
     """
@@ -78,6 +81,7 @@ class PolicyParams:
     kv_threshold: float = 0.8
     default_prefill_tokens_per_s: float = 2_000.0
     tie_share: float = 0.1
+    spread_share: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +242,11 @@ def choose(
         key=lambda c: (c.cost_s, c.replica_id),
     )
     best = candidates[0]
-    limit = best.cost_s + params.tie_share * best.own_s
-    tied = [c for c in candidates if c.cost_s <= limit and c.matched_blocks >= best.matched_blocks]
+    tied = [
+        c
+        for c in candidates
+        if c.cost_s - best.cost_s <= _tie_limit(c, best, params=params) * best.own_s
+    ]
     chosen = min(tied, key=lambda c: (_placement(c), -_rendezvous(prompt.prefix_key, c)))
     reason = _reason(chosen, candidates, retry=retry)
     return Decision(
@@ -316,6 +323,13 @@ def _candidate(
     )
 
 
+def _tie_limit(candidate: Candidate, best: Candidate, *, params: PolicyParams) -> float:
+    """How much dearer than the best a candidate may be, as a share of the best one's own work."""
+    if candidate.matched_blocks >= best.matched_blocks:
+        return params.tie_share
+    return params.spread_share
+
+
 def _placement(candidate: Candidate) -> int:
     """Orders tied candidates: a running request weighs as much as 50 blocks held."""
     return candidate.blocks_held + 50 * candidate.in_flight
@@ -330,10 +344,10 @@ def _reason(chosen: Candidate, candidates: Sequence[Candidate], *, retry: bool) 
         return Reason.RETRY
     if len(candidates) == 1:
         return Reason.ONLY_REPLICA
-    longest = max(c.matched_blocks for c in candidates)
-    if longest == 0:
-        return Reason.LEAST_LOADED
-    return Reason.PREFIX if chosen.matched_blocks == longest else Reason.SPILL
+    longest = max(candidates, key=lambda c: c.matched_blocks)
+    if chosen.matched_blocks == longest.matched_blocks > 0:
+        return Reason.PREFIX
+    return Reason.SPILL if longest.cost_s > chosen.cost_s else Reason.LEAST_LOADED
 
 
 def _detail(
@@ -357,8 +371,15 @@ def _detail(
     if reason is Reason.RETRY:
         return f"An earlier attempt at another replica failed; {holds}; {predicted}, {runner_up}."
     if reason is Reason.LEAST_LOADED:
+        longest = max(candidates, key=lambda c: c.matched_blocks)
+        nobody = (
+            f"{longest.replica_id} holds {longest.cached_tokens} of {prompt.num_tokens} prompt "
+            "tokens, too few to matter"
+            if longest.matched_blocks
+            else "No replica holds the beginning of this prompt"
+        )
         return (
-            f"No replica holds the beginning of this prompt; {chosen.replica_id} has "
+            f"{nobody}; {chosen.replica_id} has "
             f"{_time(chosen.queued_s)} of work before it; {predicted}, {runner_up}."
         )
     return f"{holds}; {predicted}, {runner_up}."

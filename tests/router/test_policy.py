@@ -164,9 +164,18 @@ def test_rates_that_differ_by_noise_are_a_tie() -> None:
     assert decision.replica_id == "b:1"
 
 
-def test_a_tie_never_gives_a_match_away() -> None:
-    """Both cost about the same, as the prompt is long and the match one block."""
-    decision = decide(load("a", blocks_held=5000, in_flight=9), load("b"), matches={"a:1": 1})
+def test_a_few_shared_words_do_not_gather_all_prompts_at_one_replica() -> None:
+    """Templates begin alike: a block of a hundred is no reason to follow."""
+    busy = load("a", blocks_held=5000, in_flight=9)
+    decision = decide(busy, load("b"), matches={"a:1": 1})
+    assert (decision.replica_id, decision.reason) == ("b:1", Reason.LEAST_LOADED)
+    assert "a:1 holds 16 of 1610 prompt tokens, too few to matter" in decision.detail
+
+
+def test_a_tie_never_gives_a_match_away_that_matters() -> None:
+    """Seven blocks of a hundred are more than noise between candidates may cost."""
+    busy = load("a", blocks_held=5000, in_flight=9)
+    decision = decide(busy, load("b"), matches={"a:1": 7})
     assert (decision.replica_id, decision.reason) == ("a:1", Reason.PREFIX)
 
 
