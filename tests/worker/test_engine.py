@@ -32,7 +32,10 @@ PROMPT = range(40)
 
 
 class Controlled(AuditedSim):
-    """Waits at a gate before each step, and raises in the steps of requests named in `poison`."""
+    """Waits at a gate before each step, and raises in the steps of requests named in `poison`.
+
+    All of its steps raise what `broken` is set to.
+    """
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
@@ -41,11 +44,14 @@ class Controlled(AuditedSim):
         self.entered = threading.Semaphore(0)
         self.poison: set[str] = set()
         self.mute: set[str] = set()
+        self.broken: BaseException | None = None
 
     @override
     def execute(self, plan: StepPlan) -> Mapping[str, int]:
         self.entered.release()
         self.gate.wait()
+        if self.broken is not None:
+            raise self.broken
         if any(row.seq.request_id in self.poison for row in plan.rows):
             raise RuntimeError("out of memory")
         sampled = super().execute(plan)
@@ -256,9 +262,9 @@ async def test_two_failures_and_a_success_are_not_three_failures() -> None:
         assert w.loop.failed is None
 
 
-async def test_three_failures_in_a_row_give_the_engine_up() -> None:
+async def test_an_engine_that_fails_its_probe_too_is_given_up() -> None:
     async with worker(max_num_seqs=1) as w:
-        w.engine.poison = {"0", "1", "2"}
+        w.engine.broken = RuntimeError("out of memory")
         w.engine.gate.clear()
         asked = [w.start(request(str(index), PROMPT)) for index in range(5)]
         await w.engine.step_begins()
@@ -268,11 +274,33 @@ async def test_three_failures_in_a_row_give_the_engine_up() -> None:
         await asyncio.to_thread(w.loop._thread.join)  # type: ignore[union-attr]
         assert isinstance(w.loop.failed, EngineFailed)
         assert isinstance(w.loop.failed.__cause__, RuntimeError)
+        assert w.loop.load().num_failed_steps == 3
         with pytest.raises(EngineFailed, match="given up"):
             await w.ask(request("9", PROMPT))
         with pytest.raises(EngineFailed, match="given up"):
             await w.loop.reset_prefix_cache()
-        await w.loop.drain()
+
+
+async def test_requests_that_always_fail_do_not_give_up_the_engine() -> None:
+    """A probe tells them from an engine that fails."""
+    async with worker(num_blocks=3) as w:
+        w.engine.poison = {"bad"}
+        await w.ask(request("good", range(48)))
+        for _ in range(7):
+            with pytest.raises(EngineFailed):
+                await w.ask(request("bad", range(100, 110)))
+        assert tokens(await w.ask(request("good", PROMPT))) == answer(PROMPT, 1)
+        assert w.loop.failed is None
+        assert await w.loop.reset_prefix_cache(), "the probe's block was given back"
+
+
+async def test_a_step_that_exits_gives_the_engine_up() -> None:
+    """Whatever ends the step thread, the loop says so."""
+    async with worker() as w:
+        w.engine.broken = SystemExit(1)
+        with pytest.raises(EngineFailed, match="given up"):
+            await w.ask(request("0", PROMPT))
+        assert isinstance(w.loop.failed, SystemExit)
 
 
 async def test_books_that_do_not_add_up_give_the_engine_up() -> None:

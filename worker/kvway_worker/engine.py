@@ -24,19 +24,21 @@ from typing import Final, Protocol, Self, TypeAlias
 
 import structlog
 
+from kvway_core.blocks import Namespace
 from kvway_core.clock import Clock
 from kvway_core.errors import EngineFailed, KvwayError, ShuttingDown
 from kvway_core.events import KVEvent
 from kvway_worker.load import EngineLoad, Meter, StepStats
 from kvway_worker.scheduler import Scheduler
+from kvway_worker.sequence import SamplingParams
 from kvway_worker.sequence import Sequence as Request
-from kvway_worker.step import StepPlan
+from kvway_worker.step import Row, StepPlan
 from kvway_worker.streams import Output, Stream, Streams, TokenOut
 
 __all__ = ["Engine", "EngineLoop", "TokenOut"]
 
-MAX_FAILURES_IN_A_ROW: Final = 3
-"""So many failing steps, and the engine is given up."""
+FAILURES_BEFORE_PROBE: Final = 3
+"""So many failing steps in a row, and the engine has to show that it computes at all."""
 
 _log = structlog.get_logger(__name__)
 
@@ -118,7 +120,7 @@ class EngineLoop:
         self._taken: list[_Command] = []
         self._closing = False
         self._ended = False
-        self._failed: Exception | None = None
+        self._failed: BaseException | None = None
         # step thread
         self._live: dict[str, Stream] = {}
         self._meter = Meter()
@@ -126,7 +128,7 @@ class EngineLoop:
         self._load = self._meter.read(scheduler)
 
     @property
-    def failed(self) -> Exception | None:
+    def failed(self) -> BaseException | None:
         """Why the engine was given up; None while it works. It does not come back."""
         return self._failed
 
@@ -239,7 +241,7 @@ class EngineLoop:
         try:
             while self._turn():
                 pass
-        except Exception as exc:  # noqa: BLE001 - this is what supervises the thread
+        except BaseException as exc:  # noqa: BLE001 - this is what supervises the thread
             _log.exception("engine_failed")
             self._failed = exc
         finally:
@@ -263,9 +265,8 @@ class EngineLoop:
             self._scheduler.check_invariants()
         self._publish()
         self._deliver(outputs)
-        if len(self._failures) >= MAX_FAILURES_IN_A_ROW:
-            last = self._failures[-1]
-            raise EngineFailed(f"{len(self._failures)} steps failed in a row") from last
+        if len(self._failures) >= FAILURES_BEFORE_PROBE and not self._closing:
+            self._probe()
         return True
 
     def _publish(self) -> None:
@@ -316,6 +317,29 @@ class EngineLoop:
         if missing := plan.missing(sampled):
             raise EngineFailed(f"the engine gave no token for {missing}")
         return sampled
+
+    def _probe(self) -> None:
+        """Computes one token of no request: whether requests fail, or the engine does.
+
+        Raises:
+            EngineFailed: If it is the engine, which is then given up.
+        """
+        pool = self._scheduler.pool
+        seq = Request(
+            "probe",
+            [0],
+            params=SamplingParams(max_tokens=1),
+            namespace=Namespace("probe", block_size=pool.block_size),
+        )
+        blocks = pool.allocate(1)  # there is one: the requests of the failed step gave theirs back
+        try:
+            self._execute(StepPlan(0, (Row(seq, 0, 1, seq.token_ids, blocks, samples=True),)))
+        except Exception as exc:
+            message = f"{len(self._failures)} steps failed in a row, and then a probe"
+            raise EngineFailed(message) from exc
+        finally:
+            pool.free(blocks)
+        self._failures.clear()
 
     def _failed_step(self, plan: StepPlan, exc: Exception) -> list[tuple[Stream, Output]]:
         """Fails the requests of a step that raised; the others go on."""
