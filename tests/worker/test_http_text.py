@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,12 @@ LETTERS = st.text("ab", max_size=12)
 
 
 def up_to_first(text: str, stops: list[str]) -> str:
-    """The oracle: search the whole text."""
-    found = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(found)] if found else text
+    """The oracle: the longest stop at the end of the shortest beginning that has one."""
+    for end in range(len(text) + 1):
+        ended = [stop for stop in stops if text[:end].endswith(stop)]
+        if ended:
+            return text[: end - max(map(len, ended))]
+    return text
 
 
 @pytest.mark.property
@@ -49,6 +53,23 @@ def test_what_is_passed_on_is_the_text_up_to_the_first_stop(
     assert sent == up_to_first(text, stops)
 
 
+@pytest.mark.property
+@given(
+    text=st.text("abxy", max_size=7),
+    stops=st.lists(st.text("abxy", min_size=1, max_size=6), max_size=3),
+)
+@example(text="xxabyy", stops=["ab", "xxabyy"])
+@example(text="xxab", stops=["ab", "xab"])
+def test_the_text_is_the_same_wherever_token_borders_lie(text: str, stops: list[str]) -> None:
+    """All splittings: into one piece, into characters, and all between."""
+    expected = up_to_first(text, stops)
+    for borders in product((False, True), repeat=max(len(text) - 1, 0)):
+        cuts = [0, *(at for at, cut in enumerate(borders, start=1) if cut), len(text)]
+        scanner = StopScanner(stops)
+        sent = "".join(scanner.push(text[begin:end]) for begin, end in pairwise(cuts))
+        assert sent + scanner.flush() == expected
+
+
 def test_nothing_comes_after_a_stop() -> None:
     """Neither from later text nor from a flush."""
     scanner = StopScanner(["b"])
@@ -72,9 +93,7 @@ def test_byte_by_byte_the_text_ends_before_the_first_stop_that_completes(
             break
     else:
         sent += stream.finish()
-    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-    seen = text[: min(ends)] if ends else text
-    assert sent == up_to_first(seen, stops)
+    assert sent == up_to_first(text, stops)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,16 @@ from kvway_core.prompts import Detokenizer
 
 
 class StopScanner:
-    """Passes text through and ends it before the first stop string, wherever token borders lie.
+    """Passes text through and ends it before the first stop string to complete.
+
+    Of several that complete with the same character the longest counts, as it begins first. So the
+    text is the same wherever token borders lie.
 
     Text is held back only while a stop string may still begin in it, so at most one character less
     than the longest stop string is ever held. Without stop strings nothing is.
 
     Invariants:
-        1. What was passed on, then what is held, is the text so far up to the first stop string.
+        1. What was passed on, then what is held, is the text so far up to that stop string.
         2. What was passed on never contains the beginning of a stop string that came true.
     """
 
@@ -31,11 +34,12 @@ class StopScanner:
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         held = self._held + text
-        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := held.find(stop)) >= 0]
         if found:
             self.stopped = True
             self._held = ""
-            return held[: min(found)]
+            _, begin = min(found)
+            return held[:begin]
         keep = max(_overlap(held, stop) for stop in self._stops)
         cut = len(held) - keep
         self._held = held[cut:]
@@ -50,7 +54,8 @@ class StopScanner:
 class TextStream:
     """The text of one answer, token by token.
 
-    Joined, what `push` and `finish` return is the decoded answer up to the first stop string.
+    Joined, what `push` and `finish` return is the decoded answer up to the first stop string to
+    complete.
     """
 
     def __init__(self, detokenizer: Detokenizer, *, stops: Sequence[str]) -> None:
