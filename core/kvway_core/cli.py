@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points, version
+from importlib.util import find_spec
 
 from kvway_core.errors import ConfigError
 
@@ -26,7 +27,7 @@ class Command:
     Attributes:
         name: As typed after `kvway`.
         summary: One phrase for `kvway --help`.
-    X
+        run: Takes the arguments after the name; returns the exit code.
     """
 
     name: str
@@ -77,7 +78,7 @@ def _load(name: str, commands: dict[str, EntryPoint]) -> Command:
     try:
         command = entry.load()
     except ModuleNotFoundError as exc:
-        raise ConfigError([_not_installed(name, exc)]) from exc
+        raise ConfigError([_not_installed(name, exc.name or "a library")]) from exc
     if not isinstance(command, Command):
         raise TypeError(f"the entry point {entry.value} is not a Command")
     return command
@@ -99,7 +100,22 @@ def _help(commands: dict[str, EntryPoint]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _not_installed(name: str, exc: ModuleNotFoundError) -> str:
+def require(name: str, *modules: str) -> None:
+    """Checks, without importing them, that libraries a subcommand will import later are there.
+
+    Args:
+        name: The subcommand.
+        modules: Top-level modules.
+
+    Raises:
+        ConfigError: One is not installed.
+    """
+    for module in modules:
+        if find_spec(module) is None:
+            raise ConfigError([_not_installed(name, module)])
+
+
+def _not_installed(name: str, module: str) -> str:
     """Returns the problem of a command whose libraries are missing."""
     extra = "router" if name == "router" else "worker"
-    return f"{name} needs {exc.name}, which is not installed; run: pip install 'kvway[{extra}]'"
+    return f"{name} needs {module}, which is not installed; run: pip install 'kvway[{extra}]'"

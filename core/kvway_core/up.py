@@ -37,6 +37,8 @@ from kvway_core.models import served_model_name
 from kvway_core.up_options import UpOptions, check_surroundings, make_log_dir
 
 STOP_GRACE_S: Final = 4.0
+_DRAIN_ARGS: Final = ("--drain-timeout-s", "2")
+"""So that answers still running get their last word before the grace is over."""
 _HEARTBEAT_S: Final = 5.0
 _LOG_LINES_SHOWN: Final = 12
 _PROBE_TIMEOUT_S: Final = 2.0
@@ -210,7 +212,7 @@ class Cluster:
         options = self._options
         threads = max(1, len(os.sched_getaffinity(0)) // options.replicas)
         args = ["worker", "--engine", options.engine, "--host", "127.0.0.1", "--port", str(port)]
-        args += ["--model", folder, "--served-model-name", served_as]
+        args += ["--model", folder, "--served-model-name", served_as, *_DRAIN_ARGS]
         if options.engine == "torch":
             # Workers share the cores; more threads than cores slow every one of them down.
             args += ["--num-threads", str(threads)]
@@ -221,7 +223,7 @@ class Cluster:
         options = self._options
         args = ["router", "--host", options.host, "--port", str(options.port)]
         args += ["--admin-port", str(options.admin_port)]
-        args += ["--model", folder, "--served-model-name", served_as]
+        args += ["--model", folder, "--served-model-name", served_as, *_DRAIN_ARGS]
         args += [word for url in urls for word in ("--replica", url)]
         args += [*self._ready_arg(_ROUTER), *_words(options.router_arg)]
         self._spawn(_ROUTER, args, env=self._env)

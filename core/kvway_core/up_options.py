@@ -16,14 +16,16 @@ from kvway_core.errors import ConfigError
 
 DEFAULT_MODEL: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _MAX_PORT: Final = 65_535
+_MAX_REPLICAS: Final = 256
 
 # What `kvway up` decides for its children; an extra argument may not set it again.
 _WORKER_OWN: Final = frozenset(
     {"--host", "--port", "--model", "--served-model-name", "--engine", "--ready-file"}
+    | {"--help", "-h", "--print-config"}
 )
 _ROUTER_OWN: Final = frozenset(
     {"--host", "--port", "--admin-port", "--model", "--served-model-name", "--ready-file"}
-    | {"--replica", "--replica-dns"}
+    | {"--replica", "--replica-dns", "--help", "-h", "--print-config"}
 )
 
 
@@ -71,8 +73,8 @@ class UpOptions:
     def validate(self) -> list[str]:
         """Return every problem that the values alone show, one line each."""
         problems = []
-        if self.replicas < 1:
-            problems.append(f"--replicas must be at least 1: {self.replicas}")
+        if not 1 <= self.replicas <= _MAX_REPLICAS:
+            problems.append(f"--replicas must be 1 to {_MAX_REPLICAS}: {self.replicas}")
         for flag, port in (("--port", self.port), ("--admin-port", self.admin_port)):
             if not 0 <= port <= _MAX_PORT:
                 problems.append(f"{flag} must be 0 to {_MAX_PORT}: {port}")
@@ -105,10 +107,12 @@ def check_surroundings(options: UpOptions) -> None:
         except OSError as error:
             problems.append(f"{flag}: cannot listen on {host}:{port}: {error.strerror or error}")
     if options.ready_file is not None:
-        if options.ready_file.parent.is_dir():
+        try:
             options.ready_file.unlink(missing_ok=True)  # of an earlier run: nothing is ready yet
-        else:
-            problems.append(f"--ready-file: no such folder: {options.ready_file.parent}")
+            if not options.ready_file.parent.is_dir():
+                problems.append(f"--ready-file: no such folder: {options.ready_file.parent}")
+        except OSError as error:
+            problems.append(f"--ready-file: cannot replace {options.ready_file}: {error.strerror}")
     if problems:
         raise ConfigError(problems)
 
@@ -123,9 +127,10 @@ def make_log_dir(wanted: Path | None) -> Path:
         if wanted is None:
             return Path(tempfile.mkdtemp(prefix="kvway-up-"))
         wanted.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=wanted).close()
     except OSError as error:
         raise ConfigError(
-            [f"--log-dir: cannot make {error.filename}: {error.strerror}"]
+            [f"--log-dir: cannot make or write to {wanted}: {error.strerror}"]
         ) from error
     return wanted
 

@@ -97,3 +97,12 @@ def test_version_and_help_of_the_real_command() -> None:
     assert helped.returncode == 0
     for name in ("fetch", "router", "up", "worker"):
         assert f"\n  {name} " in helped.stdout
+
+
+def test_a_library_that_will_be_needed_is_missed_at_once() -> None:
+    cli.require("worker", "json", "msgspec")
+    with pytest.raises(ConfigError) as caught:
+        cli.require("worker", "msgspec", "kvway_nowhere")
+    assert list(caught.value.problems) == [
+        "worker needs kvway_nowhere, which is not installed; " + INSTALL
+    ]

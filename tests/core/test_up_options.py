@@ -20,7 +20,8 @@ def parse(*argv: str) -> UpOptions:
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (("--replicas", "0"), "--replicas must be at least 1: 0"),
+        (("--replicas", "0"), "--replicas must be 1 to 256: 0"),
+        (("--replicas", "257"), "--replicas must be 1 to 256: 257"),
         (("--port", "70000"), "--port must be 0 to 65535: 70000"),
         (("--port", "9", "--admin-port", "9"), "--port and --admin-port must differ: both are 9"),
         (("--start-timeout-s", "0"), "--start-timeout-s must be more than 0: 0"),
@@ -32,6 +33,7 @@ def parse(*argv: str) -> UpOptions:
             ("--router-arg=--replica http://h:1",),
             "--router-arg sets --replica, which `kvway up` sets itself",
         ),
+        (("--worker-arg=--help",), "--worker-arg sets --help, which `kvway up` sets itself"),
         (("--worker-arg='",), '--worker-arg "\'": No closing quotation'),
     ],
 )
@@ -68,6 +70,14 @@ def test_a_ready_file_needs_its_folder(tmp_path: Path) -> None:
     assert list(caught.value.problems) == [f"--ready-file: no such folder: {tmp_path / 'no'}"]
 
 
+def test_a_ready_file_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_surroundings(parse("--ready-file", str(tmp_path)))
+    assert list(caught.value.problems) == [
+        f"--ready-file: cannot replace {tmp_path}: Is a directory"
+    ]
+
+
 def test_an_old_ready_file_goes_at_once(tmp_path: Path) -> None:
     old = tmp_path / "ready.json"
     old.write_text("{}")
@@ -77,6 +87,12 @@ def test_an_old_ready_file_goes_at_once(tmp_path: Path) -> None:
 
 def test_a_log_dir_is_made(tmp_path: Path) -> None:
     assert make_log_dir(tmp_path / "a" / "b").is_dir()
+
+
+def test_a_log_dir_that_cannot_be_written_to_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_log_dir(Path("/proc"))
+    assert "--log-dir: cannot make or write to /proc" in caught.value.problems[0]
 
 
 def test_a_log_dir_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

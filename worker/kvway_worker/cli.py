@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from kvway_core import logs
-from kvway_core.cli import Command
+from kvway_core.cli import Command, require
 from kvway_core.config import load
 from kvway_core.lifecycle import run as run_supervised
 from kvway_core.models import find_model
@@ -28,6 +28,8 @@ def run(argv: Sequence[str]) -> int:
     )
     settings = loaded.config
     model_dir = find_model(settings.model or "", os.environ)
+    if settings.engine == "torch":
+        require("worker", "torch", "transformers")
     logs.setup(settings.log_level)
     from kvway_worker.serving import serve
 

