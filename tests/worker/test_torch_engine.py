@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -295,6 +296,20 @@ def test_a_folder_without_weights_is_refused(folder: Path, tmp_path: Path) -> No
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(ConfigError, match="cannot load the model"):
         TorchEngine(tmp_path, dtype="float32", device="cpu", num_blocks=64)
+
+
+def test_a_broken_copy_of_the_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(folder, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        TorchEngine(broken, dtype="float32", device="cpu", num_blocks=8)
+
+
+def test_more_blocks_than_memory_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"KV blocks take .* GiB, and cpu has no such memory"):
+        TorchEngine(folder, dtype="float32", device="cpu", num_blocks=10**10)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from kvway_core.web import DEFAULT_MAX_BODY_BYTES
 SIM_NUM_BLOCKS: Final = 4096
 TORCH_KV_CACHE_GIB: Final = 1.0
 MAX_BLOCK_SIZE: Final = 1024
+MAX_NUM_THREADS: Final = 512
 MAX_NUM_BLOCKS: Final = 2**20
 SIM_MAX_KV_TOKENS: Final = 2**26
 """Tokens in the blocks of a sim worker, which keeps 8 bytes for each."""
@@ -66,7 +67,10 @@ class WorkerSettings:
     )
     max_num_seqs: int = option(32, help="requests in one step at most", unit="requests")
     max_num_batched_tokens: int = option(
-        2048, help="tokens computed in one step at most", unit="tokens"
+        512,
+        help="tokens computed in one step at most; a client that leaves is noticed between steps,"
+        " so a CPU takes few, a GPU can take 2048 and more",
+        unit="tokens",
     )
     max_model_len: int | None = option(
         None, help="prompt and answer together at most; else the model's limit", unit="tokens"
@@ -217,7 +221,11 @@ _NOT_NEGATIVE: Final = (
     "sim_decode_s_per_seq",
     "drain_timeout_s",
 )
-_AT_MOST: Final = (("num_blocks", MAX_NUM_BLOCKS), ("block_size", MAX_BLOCK_SIZE))
+_AT_MOST: Final = (
+    ("num_blocks", MAX_NUM_BLOCKS),
+    ("block_size", MAX_BLOCK_SIZE),
+    ("num_threads", MAX_NUM_THREADS),
+)
 _TORCH_ONLY: Final = ("kv_cache_gib", "dtype", "device", "num_threads", "deterministic")
 _SIM_ONLY: Final = (
     "sim_prefill_tokens_per_s",

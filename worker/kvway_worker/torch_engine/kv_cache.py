@@ -78,6 +78,9 @@ class PagedKVCache:
 
     Shapes: `k[layer]` and `v[layer]` are [num_blocks, block_size, num_kv_heads, head_dim],
     contiguous, zero at first. Memory of blocks never written is not touched.
+
+    Raises:
+        ConfigError: the device cannot hold them.
     """
 
     __slots__ = ("k", "num_blocks", "shape", "v")
@@ -93,8 +96,16 @@ class PagedKVCache:
 
         self.shape = shape
         self.num_blocks = num_blocks
-        self.k = layers()
-        self.v = layers()
+        try:
+            self.k = layers()
+            self.v = layers()
+        except (RuntimeError, MemoryError) as error:
+            gib = num_blocks * shape.bytes_per_block / 2**30
+            problem = (
+                f"{num_blocks} KV blocks take {gib:.1f} GiB, and {device} has no such memory: "
+                "give less by --num-blocks or --kv-cache-gib"
+            )
+            raise ConfigError([problem]) from error
 
     def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
         """Copy leading tokens from block to block, in order.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -214,7 +215,7 @@ def _load_weights(folder: Path, config: Any, *, dtype: torch.dtype) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError([f"cannot load the model in {folder}: {_first_line(error)}"]) from error
     finally:
         if bars:
