@@ -374,6 +374,26 @@ async def test_events_come_in_order_and_before_the_answer_ends() -> None:
         assert isinstance(w.events[1], BlockStored)
 
 
+async def test_events_of_a_step_are_published_before_its_answers_go_out() -> None:
+    """So that who got an answer and sends the next request finds a router that knows of it."""
+    async with worker() as w:
+        entered, go_on = threading.Event(), threading.Event()
+
+        def publish(_: object) -> None:
+            entered.set()
+            go_on.wait()
+
+        w.loop._on_kv_events = publish
+        task = w.start(request("0", PROMPT))
+        await asyncio.to_thread(entered.wait)
+        for _ in range(10):  # whatever was sent before has arrived
+            await asyncio.sleep(0)
+        arrived = task.done()
+        go_on.set()
+        assert not arrived
+        assert tokens(await task) == answer(PROMPT, 1)
+
+
 async def test_reset_says_no_while_a_request_runs() -> None:
     async with worker() as w:
         w.engine.gate.clear()

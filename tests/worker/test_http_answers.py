@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvway_core.errors import EngineFailed, Overloaded
+from kvway_worker.answering import _together
 from tests.worker.http_worker import IM_END, ScriptedEngine, chat, completion, serving
 
 CHAT = "/v1/chat/completions"
@@ -312,3 +315,20 @@ async def test_models_names_the_one_model(byte_model: Path) -> None:
     assert status == 200
     [card] = body["data"]
     assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 128)
+
+
+async def test_of_answers_that_fail_the_first_failure_is_told() -> None:
+    """Not what its failure does to the others, whatever their order."""
+
+    async def fails_when_cancelled() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise EngineFailed("second")
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise Overloaded("first")
+
+    with pytest.raises(Overloaded, match="first"):
+        await _together([fails_when_cancelled(), fails(), fails_when_cancelled()])

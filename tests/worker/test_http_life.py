@@ -300,3 +300,35 @@ async def test_a_request_is_one_log_line_without_its_text(
     [line] = lines
     assert (line["outcome"], line["stream"], line["num_output_tokens"]) == ("ok", stream, 12)
     assert not [word for word in ("giraffe", "zebra", "okapi") if word in text]
+
+
+async def outcomes(running: Running) -> list[str]:
+    """How the requests so far ended, as logged."""
+    await running.worker.wait_idle()
+    return [line["outcome"] for line in running.logs if line["event"] == "request_finished"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_bug_is_not_logged_as_a_client_that_left(
+    byte_model: Path, *, stream: bool
+) -> None:
+    """It is an internal error, in the log as in the answer."""
+    async with serving(byte_model) as running:
+        del running.worker.metrics.ttft_s
+        status, body, _ = await running.post(CHAT, chat(stream=stream))
+        assert (status, body["error"]["code"]) == (500, "internal_error")
+        assert await outcomes(running) == ["internal_error"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_left_is_logged_as_that(byte_model: Path, *, stream: bool) -> None:
+    """Whether it asked for a stream or not."""
+    engine = GatedEngine()
+    async with serving(byte_model, engine) as running:
+        body = chat(max_tokens=200, stream=stream)
+        asked = asyncio.create_task(running.post(CHAT, body))
+        await engine.step_waits()
+        asked.cancel()
+        await asyncio.wait((asked,))
+        engine.let(10_000)
+        assert await outcomes(running) == ["client_disconnected"]

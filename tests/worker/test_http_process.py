@@ -22,11 +22,14 @@ import openai
 import pytest
 import zmq
 import zmq.asyncio
+from aiohttp import web
 from openai.types.chat import ChatCompletionMessageParam
+from structlog.testing import capture_logs
 
 from kvway_core.clock import Clock
 from kvway_core.events import END_SEQ, BlockStored, decode_batch
 from kvway_core.lifecycle import Supervisor
+from kvway_worker import serving
 from kvway_worker.loading import Loaded, load_model
 from kvway_worker.serving import serve
 from kvway_worker.settings import WorkerSettings
@@ -335,3 +338,19 @@ async def test_an_engine_that_is_given_up_ends_the_process_with_a_failure(
                     assert response.status in {500, 503}
         await life
         assert supervisor.failed
+
+
+async def test_connections_that_do_not_end_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving is bounded: a reader that takes nothing cannot keep the process."""
+    monkeypatch.setattr(serving, "FAREWELL_S", 0.01)
+
+    async def never(_: web.Application) -> None:
+        await asyncio.Event().wait()
+
+    app = web.Application()
+    app.on_cleanup.append(never)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    with capture_logs() as logs:
+        await serving._say_farewell(runner)
+    assert [line["event"] for line in logs] == ["connections_cut"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +14,7 @@ import structlog
 from aiohttp import web
 
 from kvway_core.api import ModelCard, ModelList, encode
-from kvway_core.errors import KvwayError
+from kvway_core.errors import ClientDisconnected, InternalError, KvwayError
 from kvway_core.metrics import CONTENT_TYPE, render
 from kvway_core.web import Handler, json_response, read_body
 from kvway_worker import jobs
@@ -128,7 +129,7 @@ async def _answer(
     """Answer a job and log how it ended: one line, whatever happened."""
     worker = request.app[WORKER]
     headers = {REQUEST_ID_HEADER: _request_id(request, job)}
-    outcome = "client_disconnected"
+    outcome = InternalError.code
     failure: KvwayError | None = None
     response: web.StreamResponse
     try:
@@ -140,6 +141,9 @@ async def _answer(
             response = await answer_whole(job, shape, generator, headers=headers)
     except KvwayError as exc:
         outcome = exc.code
+        raise
+    except (asyncio.CancelledError, ConnectionError):
+        outcome = ClientDisconnected.code
         raise
     else:
         outcome = "ok"
