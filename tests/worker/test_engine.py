@@ -21,7 +21,6 @@ from kvway_core.errors import (
 from kvway_core.events import AllBlocksCleared, BlockStored, KVEvent
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.engine import EngineLoop, TokenOut
-from kvway_worker.load import StepStats
 from kvway_worker.scheduler import Scheduler
 from kvway_worker.sequence import Sequence
 from kvway_worker.sim import CostModel, SimEngine
@@ -87,7 +86,6 @@ class Worker:
             max_model_len=1000,
         )
         self.events: list[KVEvent] = []
-        self.steps: list[StepStats] = []
         self.loop = EngineLoop(
             self.engine,
             self.scheduler,
@@ -95,7 +93,6 @@ class Worker:
             max_waiting=max_waiting,
             debug_invariants=True,
             on_kv_events=self.events.extend,
-            on_step=self.steps.append,
         )
 
     async def ask(self, seq: Sequence) -> list[TokenOut]:
@@ -122,7 +119,7 @@ async def worker(
         yield made
 
 
-def tokens(parts: list[TokenOut]) -> list[int | None]:
+def tokens(parts: list[TokenOut]) -> list[int]:
     return [part.token_id for part in parts]
 
 
@@ -151,9 +148,8 @@ async def test_the_second_request_says_what_it_found_in_the_cache() -> None:
         load = w.loop.load()
         assert (load.prefix_cache_queries, load.prefix_cache_hits) == (81, 32)
         assert load.generated_tokens == 6
-        assert load.num_steps == len(w.steps) == 6
-        assert [step.num_prefill_tokens for step in w.steps] == [40, 0, 0, 9, 0, 0]
-        assert load.step_time_s == pytest.approx(sum(step.duration_s for step in w.steps))
+        assert load.num_steps == 6
+        assert load.step_time_s > 0
 
 
 async def test_a_reader_that_leaves_in_the_middle_frees_its_blocks() -> None:
@@ -405,21 +401,6 @@ async def test_reset_says_no_while_a_request_runs() -> None:
         assert not await reset
         await first
         assert await w.loop.reset_prefix_cache()
-
-
-async def test_draining_ends_what_runs_and_takes_nothing_new() -> None:
-    async with worker() as w:
-        w.engine.gate.clear()
-        task = w.start(request("0", PROMPT, max_tokens=3))
-        await w.engine.step_begins()
-        drained = asyncio.create_task(w.loop.drain())
-        await asyncio.sleep(0)
-        with pytest.raises(ShuttingDown):
-            await w.ask(request("1", PROMPT))
-        assert not drained.done()
-        w.engine.gate.set()
-        assert tokens(await task) == answer(PROMPT, 3)
-        await drained
 
 
 async def test_closing_ends_running_waiting_and_new_requests() -> None:

@@ -8,11 +8,11 @@ from kvway_worker.load import MIN_PREFILL_TOKENS, PREFILL_WINDOW_TOKENS, Rates, 
 
 
 def decode(duration_s: float) -> StepStats:
-    return StepStats(duration_s, num_seqs=4, num_prefill_tokens=0, num_decode_tokens=4)
+    return StepStats(duration_s, num_prefill_tokens=0, num_decode_tokens=4)
 
 
 def prefill(duration_s: float, num_tokens: int, *, num_decode: int = 0) -> StepStats:
-    return StepStats(duration_s, 1 + num_decode, num_tokens, num_decode)
+    return StepStats(duration_s, num_tokens, num_decode)
 
 
 def learned(*steps: StepStats) -> Rates:

@@ -79,7 +79,6 @@ class EngineLoop:
         max_waiting: Requests beyond `max_num_seqs` of the scheduler that may be there.
         debug_invariants: Check the books after every step.
         on_kv_events: Given the pool's events after each step, on the step thread; must not raise.
-        on_step: Given the statistics of each computed step, on the step thread; must not raise.
 
     Invariants:
         1. Each request ends once: with a finish reason, with an error, or by its reader leaving.
@@ -96,7 +95,6 @@ class EngineLoop:
         max_waiting: int = 256,
         debug_invariants: bool = False,
         on_kv_events: Callable[[Sequence[KVEvent]], None] | None = None,
-        on_step: Callable[[StepStats], None] | None = None,
     ) -> None:
         pool = scheduler.pool
         if (engine.num_blocks, engine.block_size) != (pool.num_blocks, pool.block_size):
@@ -109,7 +107,6 @@ class EngineLoop:
         self._clock = clock
         self._debug_invariants = debug_invariants
         self._on_kv_events = on_kv_events
-        self._on_step = on_step
         # asyncio side
         self._streams = Streams(scheduler.max_num_seqs + max_waiting)
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -159,7 +156,7 @@ class EngineLoop:
         Raises:
             RequestError: If it can never run; before the first token.
             Overloaded: If too many requests wait; before the first token.
-            ShuttingDown: If the loop drains or is closed.
+            ShuttingDown: If the loop is closed.
             EngineFailed: If its step failed or the engine was given up.
         """
         self._scheduler.validate(seq)
@@ -201,10 +198,6 @@ class EngineLoop:
             waiting_uncached_tokens=load.waiting_uncached_tokens
             + sum(seq.num_uncached_tokens for seq in new),
         )
-
-    async def drain(self) -> None:
-        """Refuses new requests from now on and waits until the accepted ones have ended."""
-        await self._streams.drain()
 
     async def close(self) -> None:
         """Ends the step thread and the engine; requests that still run get ShuttingDown."""
@@ -302,8 +295,6 @@ class EngineLoop:
         stats = StepStats.of(plan, duration_s=self._clock.monotonic() - started_s)
         self._failures.clear()
         self._meter.observe(stats)
-        if self._on_step is not None:
-            self._on_step(stats)
         return [
             (
                 self._ended_or_live(out.seq, ended=out.finish_reason is not None),

@@ -228,7 +228,6 @@ def _sampling(
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
         seed=request.seed,
-        stop=request.stop_strings,
         stop_token_ids=frozenset(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
     )

@@ -22,13 +22,11 @@ class StepStats:
 
     Attributes:
         duration_s: Time the engine took.
-        num_seqs: Requests in it.
         num_prefill_tokens: Tokens of prompts, or computed again after a preemption.
         num_decode_tokens: Generated tokens that were fed back.
     """
 
     duration_s: float
-    num_seqs: int
     num_prefill_tokens: int
     num_decode_tokens: int
 
@@ -36,7 +34,7 @@ class StepStats:
     def of(cls, plan: StepPlan, *, duration_s: float) -> StepStats:
         """Returns the statistics of a plan that took `duration_s`."""
         num_prefill = plan.num_prefill_tokens
-        return cls(duration_s, len(plan.rows), num_prefill, plan.num_tokens - num_prefill)
+        return cls(duration_s, num_prefill, plan.num_tokens - num_prefill)
 
 
 class Rates:

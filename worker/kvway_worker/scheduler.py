@@ -34,14 +34,12 @@ class Counters:
     Attributes:
         prefix_cache_queries: Prompt tokens looked up; once per request.
         prefix_cache_hits: Prompt tokens whose KV was reused; once per request.
-        computed_tokens: Tokens computed by committed steps.
         generated_tokens: Tokens sampled.
         preemptions: Times a request lost its blocks and waited again.
     """
 
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    computed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
 
@@ -241,7 +239,6 @@ class Scheduler:
         for row in rows:
             self._tables.take_shared(row.seq)
             row.seq.num_computed_tokens = row.start + row.num_tokens
-            self.counters.computed_tokens += row.num_tokens
         self.pool.commit()
         return [self._accept(row.seq, sampled[row.seq.request_id]) for row in rows if row.samples]
 

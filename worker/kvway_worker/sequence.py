@@ -46,7 +46,6 @@ class SamplingParams:
         temperature: 0 takes the likeliest token.
         top_p: Share of the probability that is sampled from, in (0, 1].
         seed: Makes the choice repeatable; None draws a new one.
-        stop: Strings that end the answer. Whoever turns tokens into text watches for them.
         stop_token_ids: Tokens that end the answer, whatever `ignore_eos` says.
         ignore_eos: The model's end tokens do not end the answer.
     """
@@ -55,7 +54,6 @@ class SamplingParams:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
 

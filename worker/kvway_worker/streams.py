@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kvway_core.errors import InvalidRequest, KvwayError, Overloaded, ShuttingDown
+from kvway_core.errors import InvalidRequest, KvwayError, Overloaded
 from kvway_worker.sequence import FinishReason, Sequence
 
 
@@ -21,7 +21,7 @@ class TokenOut:
         cached_tokens: Prompt tokens whose KV was reused; the same in every part.
     """
 
-    token_id: int | None
+    token_id: int
     finish_reason: FinishReason | None
     cached_tokens: int
 
@@ -56,9 +56,6 @@ class Streams:
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
         self._open: dict[str, Stream] = {}
-        self._draining = False
-        self._empty = asyncio.Event()
-        self._empty.set()
 
     def open(self, seq: Sequence) -> Stream:
         """Accepts a request.
@@ -66,10 +63,7 @@ class Streams:
         Raises:
             InvalidRequest: If one of the same id has not ended.
             Overloaded: If there are too many.
-            ShuttingDown: If no more are taken.
         """
-        if self._draining:
-            raise ShuttingDown("The worker is shutting down and takes no new requests.")
         if seq.request_id in self._open:
             raise InvalidRequest(
                 f"A request with the id {seq.request_id!r} is running; use another id.",
@@ -82,7 +76,6 @@ class Streams:
             )
         stream = Stream(seq, asyncio.Queue(maxsize=seq.params.max_tokens + 1))
         self._open[seq.request_id] = stream
-        self._empty.clear()
         return stream
 
     def close(self, stream: Stream) -> bool:
@@ -90,8 +83,6 @@ class Streams:
         if self._open.get(stream.seq.request_id) is not stream:
             return False
         del self._open[stream.seq.request_id]
-        if not self._open:
-            self._empty.set()
         return True
 
     def put(self, outputs: Iterable[tuple[Stream, Output]]) -> None:
@@ -100,8 +91,3 @@ class Streams:
             stream.outputs.put_nowait(output)
             if isinstance(output, KvwayError) or output.finish_reason is not None:
                 self.close(stream)
-
-    async def drain(self) -> None:
-        """Takes no more requests from now on and waits until there are none."""
-        self._draining = True
-        await self._empty.wait()
