@@ -36,8 +36,8 @@ from kvway_core.lifecycle import write_ready_file
 from kvway_core.models import served_model_name
 from kvway_core.up_options import UpOptions, check_surroundings, make_log_dir
 
-STOP_GRACE_S: Final = 4.0
-_DRAIN_ARGS: Final = ("--drain-timeout-s", "2")
+STOP_GRACE_S: Final = 3.5
+_DRAIN_ARGS: Final = ("--drain-timeout-s", "1")
 """So that answers still running get their last word before the grace is over."""
 _HEARTBEAT_S: Final = 5.0
 _LOG_LINES_SHOWN: Final = 12
