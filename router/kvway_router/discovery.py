@@ -56,6 +56,8 @@ class ReplicaAddress:
         if port == 0:
             raise ValueError(f"{url!r} has no usable port")
         host = parts.hostname
+        if not _can_be_host(host):
+            raise ValueError(f"{url!r} names no possible host")
         shown = f"[{host}]" if ":" in host else host
         address = f"{shown}:{port or DEFAULT_PORTS[parts.scheme]}"
         return cls(url=f"{parts.scheme}://{address}", id=address, host=host)
@@ -80,7 +82,18 @@ class DnsName:
             raise ValueError(f"{text!r} is not HOST:PORT")
         if not 0 < int(port) < 65536:
             raise ValueError(f"{text!r} has no usable port")
+        if not _can_be_host(host):
+            raise ValueError(f"{text!r} names no possible host")
         return cls(host=host, port=int(port))
+
+
+def _can_be_host(host: str) -> bool:
+    """Says whether a look-up of `host` can be tried at all."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return host.isprintable() and not any(char.isspace() for char in host)
 
 
 class Discovery:

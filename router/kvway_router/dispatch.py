@@ -46,8 +46,12 @@ from kvway_router.trips import Trip, TripLog
 HOLD_BYTES: Final = 1024 * 1024
 """Most bytes of a whole answer that are held back from the client, in favour of a retry."""
 
-RETRIED_STATUSES: Final = frozenset({429, 500, 502, 503, 504})
-"""Answers that another replica may do better; any other is the client's to read."""
+RETRIED_STATUSES: Final = frozenset({429, 502, 503})
+"""Answers of a replica that did not take the request; any other is the client's to read.
+
+Not 500: a request that breaks an engine must not be taken through the fleet. Not 504: the replica
+may still be at work on it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +265,14 @@ class Dispatcher:
             ) as answer:
                 if answer.status in RETRIED_STATUSES:
                     raise _Rejected(answer, await answer.read(limit_bytes=HOLD_BYTES))
-                await self._relay(answer, downstream, charge, speculation, trip=trip)
+                await self._relay(
+                    answer,
+                    downstream,
+                    charge,
+                    speculation,
+                    num_prompt_tokens=request.num_tokens,
+                    trip=trip,
+                )
 
     @contextmanager
     def _expected(self, decision: Decision, request: ReadRequest) -> Iterator[Speculation]:
@@ -279,6 +290,7 @@ class Dispatcher:
         charge: Charge,
         speculation: Speculation,
         *,
+        num_prompt_tokens: int,
         trip: Trip,
     ) -> None:
         """Phase 5. Until `start` a failure costs the client nothing."""
@@ -286,16 +298,16 @@ class Dispatcher:
         held = await _hold(answer, chunks)
         if answer.status == 200:
             self._index.confirm(speculation)
+        cached = CachedTokens(answer.headers, is_event_stream=answer.is_event_stream)
         trip.answered(answer.status, is_event_stream=answer.is_event_stream)
         await downstream.start(answer.status, _answer_headers(answer.headers, trip))
-        cached = CachedTokens(answer.headers, is_event_stream=answer.is_event_stream)
         async for chunk in _chain(held, chunks):
             if answer.is_event_stream:
                 charge.token()
             cached.push(chunk)
             await downstream.write(chunk)
         await downstream.end()
-        trip.done(cached_tokens=cached.value())
+        trip.done(cached_tokens=cached.value(at_most=num_prompt_tokens))
 
     async def _give_up(self, failure: ReplicaError, downstream: Downstream, *, trip: Trip) -> None:
         """Passes on the last replica's own answer where it gave one."""

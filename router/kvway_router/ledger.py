@@ -30,6 +30,8 @@ from kvway_router.policy import (
 
 _MIN_SAMPLE_TOKENS: Final = 128
 """Shorter prefills say more about overhead than about the rate."""
+_ARRIVAL_S: Final = 0.25
+"""Time in which a request has surely been counted by its replica."""
 _MIN_RATE: Final = 1.0
 _MAX_RATE: Final = 1e7
 _GAP_WEIGHT: Final = 0.1
@@ -164,8 +166,18 @@ class Charge:
             account.num_blocks_unseen -= self.num_blocks
         self._ledger.closed(self.replica_id, account)
 
-    def see(self) -> None:
-        """Note that a report was made: what is past its prefill is in its count of blocks."""
+    def see(self, *, asked_s: float, nothing_waits: bool) -> None:
+        """Note that a report was made: what is past its prefill is in its count of blocks.
+
+        Of an answer that is no stream no first token is seen; that its prefill is over shows in a
+        report by which nothing waits.
+
+        Args:
+            asked_s: When the report was asked for, by the ledger's clock.
+            nothing_waits: Whether the replica has no prefill left, queued or running.
+        """
+        if nothing_waits and asked_s - self._charged_s >= _ARRIVAL_S:
+            self._release_prefill()
         if not self._prefilling and not self._seen:
             self._seen = True
             self._account.num_blocks_unseen -= self.num_blocks
@@ -221,8 +233,8 @@ class Ledger:
             unqueued=account.num_prefills == 0 and not others_queue,
         )
 
-    def report(self, replica_id: str, report: LoadReport) -> None:
-        """Takes in what a replica says of itself, received now.
+    def report(self, replica_id: str, report: LoadReport, *, asked_s: float) -> None:
+        """Takes in what a replica says of itself, asked for at `asked_s` and received now.
 
         What it counts beyond the router's own requests is taken as the work of others. Its rates,
         where it has measured any, replace those seen from here.
@@ -239,8 +251,9 @@ class Ledger:
             account.prefill_tokens_per_s = _bounded_rate(report.prefill_tokens_per_s)
         if report.decode_step_s > 0:
             account.decode_step_s = report.decode_step_s
+        nothing_waits = report.num_waiting == 0 and report.waiting_uncached_tokens == 0
         for charge in account.charges:
-            charge.see()
+            charge.see(asked_s=asked_s, nothing_waits=nothing_waits)
 
     def loads(self, replicas: Iterable[tuple[str, int]]) -> list[ReplicaLoad]:
         """Returns the load of each replica now, in order.

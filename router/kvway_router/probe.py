@@ -105,5 +105,5 @@ class Prober:
 def _decode_report(body: bytes) -> LoadReport | None:
     try:
         return msgspec.json.decode(body, type=LoadReport)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

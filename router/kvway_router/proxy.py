@@ -277,11 +277,13 @@ class CachedTokens:
 
     _TAIL_BYTES: Final = 8 * 1024
     _BODY_BYTES: Final = 1024 * 1024
+    _MAX_DIGITS: Final = 18
 
     def __init__(self, headers: CIMultiDict[str], *, is_event_stream: bool) -> None:
         """Looks at the answer's `headers`."""
         header = headers.get("x-kvway-cached-tokens", "")
-        self._header = int(header) if header.isascii() and header.isdigit() else None
+        is_count = header.isascii() and header.isdigit() and len(header) <= self._MAX_DIGITS
+        self._header = int(header) if is_count else None
         self._is_event_stream = is_event_stream
         self._kept = bytearray()
         self._too_long = False
@@ -298,8 +300,16 @@ class CachedTokens:
             self._too_long = True
             self._kept.clear()
 
-    def value(self) -> int | None:
-        """Returns what was reported; None when nothing was."""
+    def value(self, *, at_most: int) -> int | None:
+        """Returns what was reported, within 0 and `at_most`; None when nothing was.
+
+        Args:
+            at_most: Tokens of the prompt.
+        """
+        reported = self._reported()
+        return None if reported is None else min(max(0, reported), at_most)
+
+    def _reported(self) -> int | None:
         if self._header is not None:
             return self._header
         if not self._is_event_stream:

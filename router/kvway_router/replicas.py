@@ -177,9 +177,22 @@ class ReplicaSet:
         if self._running is not None:
             group, prober, context = self._running
             member.task = group.create_task(
-                self._watch(member, prober=prober, context=context),
+                self._keep_watching(member, prober=prober, context=context),
                 name=f"watch-{member.replica.id}",
             )
+
+    async def _keep_watching(
+        self, member: _Member, *, prober: Prober, context: zmq.asyncio.Context
+    ) -> None:
+        """Watches on whatever happens: what is wrong with one replica is no end to the router."""
+        while True:
+            try:
+                await self._watch(member, prober=prober, context=context)
+            except Exception:  # noqa: BLE001 - the task's supervisor: it logs and goes on
+                _log.exception("replica_watch_failed", replica=member.replica.id)
+                _stop_feed(member)
+                self._note_bad(member, "watching it failed; see the log", hard=True)
+                await self._pause(member)
 
     async def _watch(
         self, member: _Member, *, prober: Prober, context: zmq.asyncio.Context
@@ -187,11 +200,12 @@ class ReplicaSet:
         async with asyncio.TaskGroup() as group:
             while True:
                 member.look_now.clear()
+                asked_s = self._clock.monotonic()
                 answer = await prober.probe(member.replica.url)
                 if isinstance(answer, Bad):
                     self._note_bad(member, answer.error, hard=answer.refused)
                 else:
-                    self._note_good(member, answer.report)
+                    self._note_good(member, answer.report, asked_s=asked_s)
                     self._follow(member, group, context=context)
                 async with self._changed:
                     self._changed.notify_all()
@@ -204,7 +218,7 @@ class ReplicaSet:
             async with asyncio.timeout(self._options.interval_s * (1.0 + jitter)):
                 await member.look_now.wait()
 
-    def _note_good(self, member: _Member, report: LoadReport | None) -> None:
+    def _note_good(self, member: _Member, report: LoadReport | None, *, asked_s: float) -> None:
         replica = member.replica
         was = replica.state
         problem = ""
@@ -214,9 +228,10 @@ class ReplicaSet:
             if replica.boot_id not in (None, report.boot_id):
                 _log.info("replica_restarted", replica=replica.id)
                 self._index.clear(replica.id)
+                self._ledger.forget(replica.id)
                 _stop_feed(member)
             replica.boot_id = report.boot_id
-            self._ledger.report(replica.id, report)
+            self._ledger.report(replica.id, report, asked_s=asked_s)
             num_tokens = report.blocks.total * report.block_size
             self._index.set_limit(
                 replica.id, math.ceil(INDEX_SLACK * num_tokens / self._block_size)

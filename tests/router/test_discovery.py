@@ -129,10 +129,12 @@ def test_an_address_has_one_form(url: str, normal: str, replica_id: str, host: s
         "http://worker:8000?x=1",
         "http://user:secret@worker:8000",
         "http://[::1",
+        "http://a..b:80",
+        "http://ex ample:80",
     ],
 )
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match=r"http|URL|port"):
+    with pytest.raises(ValueError, match=r"http|URL|port|host"):
         ReplicaAddress.parse(url)
 
 
@@ -140,7 +142,20 @@ def test_a_name_has_a_port() -> None:
     assert DnsName.parse("worker:9000") == WORKERS
 
 
-@pytest.mark.parametrize("text", ["worker", ":9000", "worker:", "worker:x", "worker:0", "w:70000"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "worker",
+        ":9000",
+        "worker:",
+        "worker:x",
+        "worker:0",
+        "w:70000",
+        "a..b:80",
+        "a" * 70 + ":80",
+        "a b:80",
+    ],
+)
 def test_what_is_no_name_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"HOST:PORT|port"):
+    with pytest.raises(ValueError, match=r"HOST:PORT|port|host"):
         DnsName.parse(text)

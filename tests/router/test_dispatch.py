@@ -226,10 +226,10 @@ async def test_without_a_replica_the_answer_is_503(bench: Bench) -> None:
         ("stream_broken", Answer(break_after_pieces=0)),
         ("protocol_error", Answer(raw=b"junk\r\n\r\n")),
         ("replica_rejected", Answer(status=503, body=b"{}")),
-        ("replica_rejected", Answer(status=500, body=b"{}")),
+        ("replica_rejected", Answer(status=502, body=b"{}")),
         ("replica_rejected", Answer(status=429, body=b"{}")),
     ],
-    ids=["closes", "half body", "cut", "junk", "503", "500", "429"],
+    ids=["closes", "half body", "cut", "junk", "503", "502", "429"],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_fault_before_the_first_byte_is_made_good_elsewhere(
@@ -288,6 +288,32 @@ async def test_the_last_refusal_is_passed_on_when_all_refuse(start_bench: StartB
     assert (status, body) == (503, {"error": "busy"})
     assert headers["Retry-After"] == "7"
     assert len(bench.router.replicas.usable()) == 2
+
+
+@pytest.mark.parametrize("status", [500, 504])
+async def test_a_request_that_failed_at_work_is_not_tried_elsewhere(
+    start_bench: StartBench, status: int
+) -> None:
+    bench = await start_bench(2)
+    for replica in bench.replicas:
+        replica.answer = Answer(status=status, body=b'{"error":"broken"}')
+    assert (await bench.chat())[::2] == (status, {"error": "broken"})
+    assert sum(len(replica.requests) for replica in bench.replicas) == 1
+
+
+@pytest.mark.parametrize(
+    ("header", "cached"), [("9" * 5000, None), ("99999999", "all"), ("-5", None), ("16", 16)]
+)
+async def test_what_a_replica_says_it_had_cached_is_bounded(
+    start_bench: StartBench, header: str, cached: int | str | None
+) -> None:
+    bench = await start_bench(1)
+    bench.replicas[0].answer = Answer(headers={"x-kvway-cached-tokens": header}, body=b"{}")
+    status, headers, _ = await bench.chat(RIVERS)
+    assert status == 200
+    record = await bench.decision(headers)
+    expected = record["prompt_tokens"] if cached == "all" else cached
+    assert record["cached_tokens"] == expected
 
 
 async def test_silence_is_not_tried_elsewhere(start_bench: StartBench) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvway_core.answers import BlockCounts
@@ -63,6 +64,11 @@ def report(**changes: Any) -> LoadReport:
         "max_num_seqs": 8,
     }
     return LoadReport(**(fields | changes))
+
+
+def hear(ledger: Ledger, replica_id: str, report: LoadReport) -> None:
+    """A report that was asked for, given and received in one moment."""
+    ledger.report(replica_id, report, asked_s=ledger.now())
 
 
 def load(ledger: Ledger, name: str = "a") -> ReplicaLoad:
@@ -124,7 +130,7 @@ def test_whatever_the_order_everything_is_given_back_once(ledger: Ledger) -> Non
         for charge in rng.sample(charges, min(len(charges), 3)):
             action(charge)
         if rng.random() < 0.1:
-            ledger.report("a:1", report(num_running=rng.randint(0, 9)))
+            hear(ledger, "a:1", report(num_running=rng.randint(0, 9)))
         for name in "ab":
             now = load(ledger, name)
             assert now.queued_prefill_s >= 0
@@ -134,7 +140,7 @@ def test_whatever_the_order_everything_is_given_back_once(ledger: Ledger) -> Non
         charge.token()
         charge.close()
     assert load(ledger, "b") == dataclasses.replace(IDLE, replica_id="b:1")
-    ledger.report("a:1", report())
+    hear(ledger, "a:1", report())
     assert load(ledger) == dataclasses.replace(IDLE, blocks_total=1000)
 
 
@@ -181,7 +187,7 @@ def test_rates_stay_within_reason(
 def test_a_reported_rate_counts_more_than_what_is_seen_from_here(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    ledger.report("a:1", report(prefill_tokens_per_s=5000.0))
+    hear(ledger, "a:1", report(prefill_tokens_per_s=5000.0))
     charge = ledger.charge(candidate(tokens=500))
     clock.advance(1.0)
     charge.token()
@@ -189,7 +195,7 @@ def test_a_reported_rate_counts_more_than_what_is_seen_from_here(
 
 
 def test_an_unknown_rate_is_borrowed_for_the_queue(ledger: Ledger) -> None:
-    ledger.report("b:1", report(prefill_tokens_per_s=1000.0))
+    hear(ledger, "b:1", report(prefill_tokens_per_s=1000.0))
     ledger.charge(candidate("a", tokens=500))
     loads = ledger.loads([("a:1", 0), ("b:1", 0)])
     assert loads[0].prefill_tokens_per_s is None
@@ -204,7 +210,7 @@ def test_steps_are_timed_by_the_gaps_of_streams_until_they_are_reported(
         charge.token()
         clock.advance(0.25)
     assert load(ledger).decode_step_s == pytest.approx(0.25)
-    ledger.report("a:1", report(decode_step_s=0.5))
+    hear(ledger, "a:1", report(decode_step_s=0.5))
     assert load(ledger).decode_step_s == pytest.approx(0.5)
     charge.close()
     assert load(ledger).decode_step_s == 0.0
@@ -212,7 +218,7 @@ def test_steps_are_timed_by_the_gaps_of_streams_until_they_are_reported(
 
 def test_the_work_of_others_is_added_and_ours_is_not_counted_twice(ledger: Ledger) -> None:
     ledger.charge(candidate(tokens=500))
-    ledger.report("a:1", report(num_running=2, num_waiting=3, waiting_uncached_tokens=1700))
+    hear(ledger, "a:1", report(num_running=2, num_waiting=3, waiting_uncached_tokens=1700))
     seen = load(ledger)
     assert seen.queued_prefill_s == pytest.approx(17.0)
     assert (seen.num_prefills, seen.in_flight) == (3, 5)
@@ -223,17 +229,44 @@ def test_the_work_of_others_is_added_and_ours_is_not_counted_twice(ledger: Ledge
 def test_a_report_never_hides_what_was_just_sent(ledger: Ledger) -> None:
     """The report may be older than the request, which then is not in it."""
     ledger.charge(candidate(tokens=500))
-    ledger.report("a:1", report())
+    hear(ledger, "a:1", report())
     seen = load(ledger)
     assert seen.queued_prefill_s == pytest.approx(5.0)
     assert (seen.num_prefills, seen.in_flight, seen.blocks_pinned) == (1, 1, 32)
+
+
+def test_a_report_by_which_nothing_waits_ends_prefills_that_no_stream_shows(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    """An answer that is no stream shows no first token."""
+    charge = ledger.charge(candidate(tokens=500))
+    clock.advance(1.0)
+    running = report(num_running=1, blocks=BlockCounts(free=90, cached=0, total=100))
+    hear(ledger, "a:1", msgspec.structs.replace(running, waiting_uncached_tokens=100))
+    assert load(ledger).num_prefills == 1, "a part of it is still to be computed"
+    hear(ledger, "a:1", running)
+    seen = load(ledger)
+    assert (seen.queued_prefill_s, seen.num_prefills, seen.in_flight) == (0.0, 0, 1)
+    assert seen.blocks_pinned == 10, "its blocks are among those reported"
+    charge.close()
+    assert load(ledger).in_flight == 0
+
+
+def test_a_report_asked_for_before_the_request_arrived_ends_no_prefill(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    asked_s = ledger.now()
+    ledger.charge(candidate(tokens=500))
+    clock.advance(1.0)
+    ledger.report("a:1", report(), asked_s=asked_s)
+    assert load(ledger).num_prefills == 1
 
 
 def test_blocks_are_those_reported_and_those_wanted_since(ledger: Ledger) -> None:
     running = ledger.charge(candidate(tokens=160))
     running.token()
     ledger.charge(candidate(tokens=320))
-    ledger.report("a:1", report(blocks=BlockCounts(free=100, cached=200, total=1000)))
+    hear(ledger, "a:1", report(blocks=BlockCounts(free=100, cached=200, total=1000)))
     assert load(ledger).blocks_total == 1000
     assert load(ledger).blocks_pinned == 700 + 20
     running.close()
@@ -244,7 +277,8 @@ def test_a_stale_report_is_ignored_and_the_own_count_stays(
     ledger: Ledger, clock: FakeClock
 ) -> None:
     ledger.charge(candidate(tokens=500))
-    ledger.report(
+    hear(
+        ledger,
         "a:1",
         report(
             num_waiting=9,
@@ -262,7 +296,7 @@ def test_a_stale_report_is_ignored_and_the_own_count_stays(
 
 
 def test_a_replica_that_left_is_forgotten_with_its_last_request(ledger: Ledger) -> None:
-    ledger.report("a:1", report(prefill_tokens_per_s=5000.0))
+    hear(ledger, "a:1", report(prefill_tokens_per_s=5000.0))
     charge = ledger.charge(candidate())
     ledger.forget("a:1")
     assert load(ledger).in_flight == 1

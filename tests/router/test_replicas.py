@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from typing_extensions import override
 
 from kvway_core.answers import BlockCounts
 from kvway_core.api import LoadReport, WorkerState
@@ -104,8 +105,8 @@ def test_states(seen: str, state: ReplicaState) -> None:
 class Fleet:
     """A replica set that runs, with what it keeps."""
 
-    def __init__(self, options: ReplicaOptions) -> None:
-        self.index = BlockIndex()
+    def __init__(self, options: ReplicaOptions, index: BlockIndex) -> None:
+        self.index = index
         self.ledger = Ledger(clock=SystemClock(), params=PolicyParams())
         self.set = ReplicaSet(
             index=self.index,
@@ -127,9 +128,11 @@ class Fleet:
 
 @asynccontextmanager
 async def watching(
-    *replicas: FakeReplica | str, options: ReplicaOptions = FAST
+    *replicas: FakeReplica | str,
+    options: ReplicaOptions = FAST,
+    index: BlockIndex | None = None,
 ) -> AsyncIterator[Fleet]:
-    fleet = Fleet(options)
+    fleet = Fleet(options, BlockIndex() if index is None else index)
     fleet.set.set_replicas([r if isinstance(r, str) else r.url for r in replicas])
     async with asyncio.TaskGroup() as group:
         task = group.create_task(fleet.set.run())
@@ -317,6 +320,59 @@ async def test_another_boot_clears_what_was_listed(replica: FakeReplica) -> None
         assert fleet.index.match(CHAIN) == {replica.replica_id: 3}
         replica.pages["/load"] = (200, replica.load(boot_id="boot-2"))
         await fleet.set.wait_for(lambda: fleet.index.match(CHAIN) == {})
+
+
+async def test_the_speed_of_a_former_life_is_forgotten(replica: FakeReplica) -> None:
+    replica.pages["/load"] = (200, replica.load(prefill_tokens_per_s=10.0))
+    async with watching(replica) as fleet:
+        await fleet.reaches(replica, READY)
+        replica.pages["/load"] = (200, replica.load(boot_id="boot-2", prefill_tokens_per_s=0.0))
+        await fleet.set.wait_for(lambda: fleet.set.loads()[0].prefill_tokens_per_s is None)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b'{"x":' + b"[" * 25_000 + b"]" * 25_000 + b"}",
+        b'{"waiting_uncached_tokens":' + b"9" * 400 + b"}",
+    ],
+    ids=["nesting", "digits"],
+)
+async def test_a_report_that_cannot_be_read_is_an_engine_without_one(junk: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (line := await reader.readline()).startswith(b"GET"):
+            while (await reader.readline()).strip():
+                pass
+            body = junk if line.startswith(b"GET /load") else b"{}"
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        async with watching(f"http://127.0.0.1:{port}") as fleet:
+            await fleet.reaches(f"127.0.0.1:{port}", READY)
+
+
+class _BrokenOnce(BlockIndex):
+    """An index with a fault that shows with the first report."""
+
+    broken = True
+
+    @override
+    def set_limit(self, replica_id: str, max_blocks: int) -> None:
+        if self.broken:
+            self.broken = False
+            raise RuntimeError("a bug")
+        super().set_limit(replica_id, max_blocks)
+
+
+async def test_a_fault_while_watching_one_replica_is_no_end_to_the_router(
+    replica: FakeReplica, other: FakeReplica
+) -> None:
+    async with watching(replica, other, index=_BrokenOnce()) as fleet:
+        await fleet.reaches(replica, READY)
+        await fleet.reaches(other, READY)
 
 
 async def test_an_engine_without_boots_is_cleared_when_nobody_listens(
