@@ -59,7 +59,7 @@ def load(
     """Returns the effective configuration of a process.
 
     `cls` may have a method `validate() -> Sequence[str]` that returns what contradicts in it.
-    `--help` and `--print-config` print and exit with status 0.
+    `--help` and `--print-config` print and exit with status 0, the latter also what contradicts.
 
     Args:
         cls: Frozen dataclass of `option` fields.
@@ -89,14 +89,13 @@ def load(
         sources.update(dict.fromkeys(layer, source))
     if problems:
         raise ConfigError(problems)
-    config = cls(**values)
-    validate = getattr(config, "validate", None)
-    if validate is not None and (contradictions := list(validate())):
-        raise ConfigError(contradictions)
-    loaded = Loaded(config, sources)
+    loaded = Loaded(cls(**values), sources)
     if flags.print_config:
         sys.stdout.write(render_config(loaded))
         raise SystemExit(0)
+    validate = getattr(loaded.config, "validate", None)
+    if validate is not None and (contradictions := list(validate())):
+        raise ConfigError(contradictions)
     return loaded
 
 

@@ -212,6 +212,13 @@ def test_contradictions_are_reported_at_once() -> None:
     assert len(problems("--port", "-1", "--deterministic", "--engine", "sim")) == 2
 
 
+def test_options_that_contradict_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read("--port", "-1", "--print-config")
+    assert caught.value.code == 0
+    assert "port = -1  # flag" in capsys.readouterr().out
+
+
 def test_golden_help(
     golden: Callable[[str, str], None],
     capsys: pytest.CaptureFixture[str],

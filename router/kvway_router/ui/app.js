@@ -51,6 +51,12 @@ function pill(text) {
   return element("span", `pill ${safe}`, String(text).replaceAll("_", " "));
 }
 
+function outcome(decision) {
+  if (decision.finish === "client_gone") return "gone";
+  const refused = decision.finish === "done" && decision.status >= 400;
+  return refused ? "refused" : decision.finish;
+}
+
 function pillCell(row, text, why = "") {
   const td = element("td");
   td.append(pill(text));
@@ -89,7 +95,7 @@ function showTotals(fleet, decisions) {
     (prompt > 0 ? ` · last ${known.length} requests: ${percent(cached, prompt)}` : "");
   byId("requests").textContent = integer(totals.requests);
   byId("in-flight").textContent = `${integer(replicas.reduce((sum, r) => sum + r.in_flight, 0))} in flight`;
-  const ttfts = decisions.filter((d) => d.stream).map((d) => d.ttft_s).filter(isNumber);
+  const ttfts = decisions.filter((d) => d.stream && d.status === 200).map((d) => d.ttft_s).filter(isNumber);
   byId("ttft").textContent = seconds(median(ttfts));
   byId("ttft-note").textContent = ttfts.length ? `of the last ${ttfts.length} streams` : "of the streams below";
   const ready = replicas.filter((r) => r.state === "ready").length;
@@ -137,8 +143,7 @@ function showDecisions(decisions) {
     if (!decision.stream) ttft.title = "a whole answer: its first byte comes at its end";
     row.append(ttft);
     const end = element("td");
-    const finish = decision.finish === "client_gone" ? "gone" : decision.finish;
-    end.append(pill(finish));
+    end.append(pill(outcome(decision)));
     if (decision.status !== null && decision.status !== 200) end.append(` ${decision.status}`);
     row.append(end);
     return row;
