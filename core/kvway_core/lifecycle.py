@@ -141,6 +141,12 @@ async def start_site(runner: web.AppRunner, host: str, port: int) -> int:
     return await listen(runner, host, port)
 
 
+def local_url(host: str, port: int) -> str:
+    """Returns where clients on this machine reach a server that listens on `host` and `port`."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
+
+
 def write_ready_file(path: Path, payload: Mapping[str, object]) -> None:
     """Writes JSON to a file that appears at once and whole: who sees it can read all of it.
 

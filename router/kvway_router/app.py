@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvway_core.blocks import Namespace
 from kvway_core.clock import Clock, SystemClock
-from kvway_core.lifecycle import Supervisor, start_site, write_ready_file
+from kvway_core.lifecycle import Supervisor, local_url, start_site, write_ready_file
 from kvway_core.metrics import new_registry
 from kvway_core.prompts import PromptEncoder
 from kvway_core.web import make_runner, new_app
@@ -154,7 +154,8 @@ class Router:
             api_port = await start_site(self._api, settings.host, settings.port)
             admin_port = await start_site(self._admin, settings.admin_host, settings.admin_port)
             self.addresses = Addresses(
-                api=_url(settings.host, api_port), admin=_url(settings.admin_host, admin_port)
+                api=local_url(settings.host, api_port),
+                admin=local_url(settings.admin_host, admin_port),
             )
             _ = self._supervisor.spawn("replicas", self.replicas.run())
             _ = self._supervisor.spawn("discovery", self._discovery.run())
@@ -201,7 +202,3 @@ def _runner(routes: list[web.RouteDef], *, max_body_bytes: int) -> web.AppRunner
     app.add_routes(routes)
     app.on_response_prepare.append(add_request_id)
     return make_runner(app, max_body_bytes=max_body_bytes)
-
-
-def _url(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from kvway_core.metrics import render
+from kvway_core.metrics import TTFT_BUCKETS_S, render
 from kvway_router.fleet import Fleet
 from kvway_router.policy import Reason
 from kvway_router.reading import ReaderPool
@@ -23,10 +23,6 @@ from kvway_router.replica import ReplicaState
 from kvway_router.running import RunningRequests
 from kvway_router.trips import Trip
 
-TTFT_BUCKETS_S: Final = (
-    *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
 ERROR_BUCKETS_S: Final = (
     *(-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01),
     *(0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),

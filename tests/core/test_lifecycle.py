@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvway_core.errors import ConfigError
-from kvway_core.lifecycle import Supervisor, run, write_ready_file
+from kvway_core.lifecycle import Supervisor, local_url, run, write_ready_file
 
 PROGRAM = """
 import asyncio, sys
@@ -172,3 +172,17 @@ def test_a_ready_file_replaces_the_one_before(tmp_path: Path) -> None:
 def test_a_ready_file_that_cannot_be_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written: No such file or directory"):
         write_ready_file(tmp_path / "missing" / "ready.json", {})
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80"),
+        ("0.0.0.0", "http://127.0.0.1:80"),
+        ("::", "http://[::1]:80"),
+        ("::1", "http://[::1]:80"),
+        ("worker", "http://worker:80"),
+    ],
+)
+def test_a_url_is_one_that_clients_here_can_use(host: str, url: str) -> None:
+    assert local_url(host, 80) == url

@@ -17,13 +17,13 @@ def test_a_registry_holds_what_it_is_given_and_the_process() -> None:
     Histogram(
         "kvway_router_request_duration_seconds",
         "Duration.",
-        buckets=metrics.SECONDS_BUCKETS,
+        buckets=metrics.TTFT_BUCKETS_S,
         registry=registry,
     ).observe(0.02)
     text = metrics.render(registry).decode()
     assert 'kvway_router_build_info{version="1.2.3"} 1.0' in text
     assert "kvway_router_requests_total 1.0" in text
-    assert 'kvway_router_request_duration_seconds_bucket{le="0.025"} 1.0' in text
+    assert 'kvway_router_request_duration_seconds_bucket{le="0.02"} 1.0' in text
     assert "process_resident_memory_bytes" in text
     assert "_created" not in text
     assert list(text_string_to_metric_families(text))
@@ -35,9 +35,7 @@ def test_registries_share_nothing() -> None:
     assert b'"1"' not in metrics.render(two)
 
 
-@pytest.mark.parametrize(
-    "buckets", [metrics.SECONDS_BUCKETS, metrics.STEP_SECONDS_BUCKETS, metrics.TOKENS_BUCKETS]
-)
+@pytest.mark.parametrize("buckets", [metrics.TTFT_BUCKETS_S])
 def test_buckets_rise(buckets: tuple[float, ...]) -> None:
     assert list(buckets) == sorted(set(buckets))
 

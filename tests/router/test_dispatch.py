@@ -290,6 +290,17 @@ async def test_the_last_refusal_is_passed_on_when_all_refuse(start_bench: StartB
     assert len(bench.router.replicas.usable()) == 2
 
 
+async def test_a_refused_prompt_is_neither_held_nor_traffic(start_bench: StartBench) -> None:
+    bench = await start_bench(1)
+    refusal = Answer(status=400, body=b"{}", headers={"x-kvway-cached-tokens": "16"})
+    bench.replicas[0].answer = refusal
+    status, _, _ = await bench.chat(RIVERS)
+    assert status == 400
+    view = await bench.get(bench.admin("/admin/replicas"))
+    assert view["replicas"][0]["blocks_held"] == 0
+    assert view["totals"]["prompt_tokens"] == view["totals"]["cached_tokens"] == 0
+
+
 @pytest.mark.parametrize("status", [500, 504])
 async def test_a_request_that_failed_at_work_is_not_tried_elsewhere(
     start_bench: StartBench, status: int
@@ -322,6 +333,9 @@ async def test_silence_is_not_tried_elsewhere(start_bench: StartBench) -> None:
         replica.answer = Answer(hold_head=True)
     status, _, body = await bench.chat()
     assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+    listed = await bench.get(bench.admin("/admin/decisions"))
+    record = await bench.get(bench.admin(f"/admin/decisions/{listed['decisions'][0]['id']}"))
+    assert [attempt["error"] for attempt in record["attempts"]] == ["deadline_exceeded"]
     assert sum(len(replica.requests) for replica in bench.replicas) == 1
 
 

@@ -194,6 +194,16 @@ def test_a_reported_rate_counts_more_than_what_is_seen_from_here(
     assert load(ledger).prefill_tokens_per_s == 5000.0
 
 
+def test_no_rate_is_learned_behind_the_prefills_of_others(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    hear(ledger, "a:1", report(num_waiting=1, waiting_uncached_tokens=900))
+    charge = ledger.charge(candidate(tokens=500))
+    clock.advance(1.0)
+    charge.token()
+    assert load(ledger).prefill_tokens_per_s is None
+
+
 def test_an_unknown_rate_is_borrowed_for_the_queue(ledger: Ledger) -> None:
     hear(ledger, "b:1", report(prefill_tokens_per_s=1000.0))
     ledger.charge(candidate("a", tokens=500))

@@ -25,7 +25,7 @@ from aiohttp import web
 
 from kvway_core.clock import Clock, SystemClock
 from kvway_core.errors import EngineFailed
-from kvway_core.lifecycle import Supervisor, start_site, write_ready_file
+from kvway_core.lifecycle import Supervisor, local_url, start_site, write_ready_file
 from kvway_core.metrics import new_registry
 from kvway_core.web import make_runner
 from kvway_worker.app import build_app
@@ -80,7 +80,7 @@ async def serve(
         runner = make_runner(build_app(worker), max_body_bytes=settings.max_body_bytes)
         stack.push_async_callback(_say_farewell, runner)
         port = await start_site(runner, settings.host, settings.port)
-        url = _url(settings.host, port)
+        url = local_url(settings.host, port)
         _log.info("worker_listening", url=url, model=settings.name)
 
         loaded = await _unless_stopped(partial(load, settings, model_dir, clock), supervisor)
@@ -180,9 +180,3 @@ async def _say_farewell(runner: web.AppRunner) -> None:
 async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait((task,))
-
-
-def _url(host: str, port: int) -> str:
-    """Return where clients on this machine reach a worker that listens on `host`."""
-    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{local}]:{port}" if ":" in local else f"http://{local}:{port}"
