@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from typing_extensions import override
@@ -10,11 +10,12 @@ from typing_extensions import override
 from kvway_core.blocks import BlockHash, Namespace
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvway_worker.block_pool import BlockPool
+from kvway_worker.sampling_params import SamplingParams
 from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Chain, SamplingParams, Status
+from kvway_worker.sequence import Chain, Status
 from kvway_worker.sequence import Sequence as Request
 from kvway_worker.sim import SimEngine, fingerprints, next_token
-from kvway_worker.step import SeqOutput, StepPlan
+from kvway_worker.step import SeqOutput, StepPlan, StepResult
 
 BLOCK_SIZE = 16
 
@@ -30,16 +31,13 @@ def request(
     block_size: int = BLOCK_SIZE,
     salt: str = "",
     chain: Chain | None = None,
-    ignore_eos: bool = False,
     stop_token_ids: frozenset[int] = frozenset(),
 ) -> Request:
     """Makes a sequence of a model named "m"."""
     return Request(
         request_id,
         prompt,
-        params=SamplingParams(
-            max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_token_ids
-        ),
+        params=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
         namespace=Namespace("m", block_size=block_size, cache_salt=salt),
         chain=chain,
     )
@@ -81,7 +79,7 @@ class AuditedSim(SimEngine):
         self.num_steps = 0
 
     @override
-    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+    def execute(self, plan: StepPlan) -> StepResult:
         size = self.block_size
         written: list[int] = []
         for row in plan.rows:
@@ -90,13 +88,13 @@ class AuditedSim(SimEngine):
         assert len(set(written)) == len(written), "two rows write one block"
         for block in written:
             assert self._pool.content(block) is None or self._pool.is_pending(block), "shared"
-        sampled = super().execute(plan)
+        result = super().execute(plan)
         for row in plan.rows:
             end = row.start + row.num_tokens
             own = list(islice(fingerprints(row.seq.token_ids[:end]), 1, None))
             assert [self._kv[self._slot(row, position)] for position in range(end)] == own
         self.num_steps += 1
-        return sampled
+        return result
 
 
 def step(scheduler: Scheduler, engine: SimEngine) -> tuple[StepPlan, list[SeqOutput]]:
@@ -174,7 +172,6 @@ class Bench:
         max_num_seqs: int = 16,
         budget: int = 8192,
         prefix_caching: bool = True,
-        eos: frozenset[int] = frozenset(),
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(
@@ -182,7 +179,6 @@ class Bench:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=100_000,
-            eos_token_ids=eos,
         )
         self.engine = AuditedSim(self.pool)
 

@@ -25,7 +25,7 @@ from kvway_worker.engine import Engine, EngineLoop
 from kvway_worker.loading import load_model
 from kvway_worker.settings import WorkerSettings
 from kvway_worker.state import Worker
-from kvway_worker.step import StepPlan
+from kvway_worker.step import Sampled, StepPlan, StepResult
 
 MODEL = "tiny"
 IM_END = 257
@@ -55,16 +55,18 @@ class ScriptedEngine:
         self._fails_at = fails_at or frozenset()
         self._num_steps = 0
 
-    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Give each row that samples the next token of the script."""
         self._num_steps += 1
         if self._num_steps in self._fails_at:
             raise RuntimeError("as scripted")
-        return {
-            row.seq.request_id: self._script[row.seq.num_output_tokens % len(self._script)]
-            for row in plan.rows
-            if row.samples
-        }
+        return StepResult(
+            {
+                seq.request_id: Sampled((self._script[seq.num_output_tokens % len(self._script)],))
+                for row in plan.rows
+                for seq in row.sampling
+            }
+        )
 
     def close(self) -> None:
         """Do nothing."""
@@ -79,7 +81,7 @@ class GatedEngine(ScriptedEngine):
         self._waiting = threading.Semaphore(0)
 
     @override
-    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Wait for a permit, then compute."""
         self._waiting.release()
         self._permits.acquire()

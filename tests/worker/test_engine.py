@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
@@ -24,7 +24,7 @@ from kvway_worker.engine import EngineLoop, TokenOut
 from kvway_worker.scheduler import Scheduler
 from kvway_worker.sequence import Sequence
 from kvway_worker.sim import CostModel, SimEngine
-from kvway_worker.step import StepPlan
+from kvway_worker.step import StepPlan, StepResult
 from tests.worker.batching import AuditedSim, Replay, answer, request
 
 PROMPT = range(40)
@@ -46,15 +46,15 @@ class Controlled(AuditedSim):
         self.broken: BaseException | None = None
 
     @override
-    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+    def execute(self, plan: StepPlan) -> StepResult:
         self.entered.release()
         self.gate.wait()
         if self.broken is not None:
             raise self.broken
         if any(row.seq.request_id in self.poison for row in plan.rows):
             raise RuntimeError("out of memory")
-        sampled = super().execute(plan)
-        return {key: token for key, token in sampled.items() if key not in self.mute}
+        sampled = super().execute(plan).sampled
+        return StepResult({key: s for key, s in sampled.items() if key not in self.mute})
 
     @override
     def close(self) -> None:

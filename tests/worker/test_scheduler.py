@@ -7,6 +7,7 @@ import pytest
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, InvariantViolated
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.scheduler import Scheduler
+from kvway_worker.step import Sampled, StepResult
 from tests.worker.batching import (
     COMMON,
     AuditedSim,
@@ -97,29 +98,17 @@ FIRST, SECOND, THIRD = answer(range(20), 3)
 
 
 @pytest.mark.parametrize(
-    ("eos", "ignore_eos", "stop", "said", "reason"),
+    ("stop", "said", "reason"),
     [
-        ([], False, [], [FIRST, SECOND, THIRD], "length"),
-        ([SECOND], False, [], [FIRST, SECOND], "stop"),
-        ([SECOND], True, [], [FIRST, SECOND, THIRD], "length"),
-        ([], False, [SECOND], [FIRST, SECOND], "stop"),
-        ([SECOND], True, [FIRST], [FIRST], "stop"),
-        ([], False, [THIRD], [FIRST, SECOND, THIRD], "stop"),
+        ([], [FIRST, SECOND, THIRD], "length"),
+        ([SECOND], [FIRST, SECOND], "stop"),
+        ([SECOND, FIRST], [FIRST], "stop"),
+        ([THIRD], [FIRST, SECOND, THIRD], "stop"),
     ],
 )
-def test_how_an_answer_ends(
-    *, eos: list[int], ignore_eos: bool, stop: list[int], said: list[int], reason: str
-) -> None:
-    bench = Bench(10, eos=frozenset(eos))
-    bench.add(
-        request(
-            "0",
-            range(20),
-            max_tokens=3,
-            ignore_eos=ignore_eos,
-            stop_token_ids=frozenset(stop),
-        )
-    )
+def test_how_an_answer_ends(stop: list[int], said: list[int], reason: str) -> None:
+    bench = Bench(10)
+    bench.add(request("0", range(20), max_tokens=3, stop_token_ids=frozenset(stop)))
     outputs = [out for _, outs in run(bench.scheduler, bench.engine) for out in outs]
     assert [out.token_id for out in outputs] == said
     assert [out.finish_reason for out in outputs] == [None] * (len(said) - 1) + [reason]
@@ -162,10 +151,10 @@ def test_a_step_must_end_before_the_next_is_planned() -> None:
     with pytest.raises(InvariantViolated, match="step 1 has not ended"):
         bench.scheduler.plan()
     with pytest.raises(InvariantViolated, match=r"no token for \['0'\]"):
-        bench.scheduler.commit(plan, {})
-    bench.scheduler.commit(plan, {"0": 5})
+        bench.scheduler.commit(plan, StepResult({}))
+    bench.scheduler.commit(plan, StepResult({"0": Sampled((5,))}))
     with pytest.raises(InvariantViolated, match="not the one in flight"):
-        bench.scheduler.commit(plan, {"0": 5})
+        bench.scheduler.commit(plan, StepResult({"0": Sampled((5,))}))
     with pytest.raises(InvariantViolated, match="not the one in flight"):
         bench.scheduler.fail(plan)
 

@@ -32,7 +32,7 @@ def test_a_fully_cached_prompt_computes_one_token_on_a_copy(*, held: bool) -> No
     bench.add(second)
     plan, outputs = step(bench.scheduler, bench.engine)
     row = next(row for row in plan.rows if row.seq is second)
-    assert (row.start, row.num_tokens, row.samples) == (47, 1, True)
+    assert (row.start, row.num_tokens, row.sampling) == (47, 1, (second,))
     assert plan.copies == ((2, row.block_table[2], 15),)
     assert second.cached_tokens == 47
     assert outputs[-1].token_id == answer(COMMON, 1)[0]

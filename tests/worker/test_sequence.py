@@ -8,7 +8,8 @@ import pytest
 
 from kvway_core.blocks import BlockHash, Namespace, block_hashes
 from kvway_core.errors import InvalidRequest
-from kvway_worker.sequence import SamplingParams, Sequence, Status
+from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.sequence import Sequence, Status
 from tests.worker.batching import request
 
 

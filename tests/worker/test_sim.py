@@ -8,7 +8,7 @@ import pytest
 
 from kvway_core.errors import ShuttingDown
 from kvway_worker.sim import PRINTABLE_ASCII, CostModel, SimEngine, next_token
-from kvway_worker.step import Row, StepPlan
+from kvway_worker.step import Row, Sampled, StepPlan, StepResult
 from tests.worker.batching import answer, request
 
 
@@ -22,7 +22,7 @@ def row(start: int, num_tokens: int, *, num_prompt: int = 100, request_id: str =
         num_tokens=num_tokens,
         token_ids=seq.token_ids[start : start + num_tokens],
         block_table=range(10),
-        samples=start + num_tokens >= num_prompt,
+        sampling=(seq,) if start + num_tokens >= num_prompt else (),
     )
 
 
@@ -80,7 +80,7 @@ def test_every_token_of_the_prompt_counts() -> None:
 
 def test_answers_are_made_of_the_given_ids() -> None:
     engine = SimEngine(num_blocks=10, block_size=16, answer_ids=[7])
-    assert engine.execute(StepPlan(1, (row(0, 100),))) == {"0": 7}
+    assert engine.execute(StepPlan(1, (row(0, 100),))) == StepResult({"0": Sampled((7,))})
     with pytest.raises(ValueError, match="needs token ids"):
         SimEngine(num_blocks=1, block_size=1, answer_ids=())
 
@@ -88,16 +88,17 @@ def test_answers_are_made_of_the_given_ids() -> None:
 def test_copies_come_before_rows() -> None:
     engine = SimEngine(num_blocks=10, block_size=16)
     engine.execute(StepPlan(1, (row(0, 100, num_prompt=200),)))
+    seq = request("1", range(33))
     moved = Row(
-        seq=request("1", range(33)),
+        seq=seq,
         start=32,
         num_tokens=1,
         token_ids=(32,),
         block_table=(0, 9, 2),
-        samples=True,
+        sampling=(seq,),
     )
-    sampled = engine.execute(StepPlan(2, (moved,), copies=((1, 9, 16),)))
-    assert sampled == {"1": next_token(range(33))}
+    result = engine.execute(StepPlan(2, (moved,), copies=((1, 9, 16),)))
+    assert result == StepResult({"1": Sampled((next_token(range(33)),))})
 
 
 def test_closing_ends_a_step_that_waits() -> None:

@@ -180,13 +180,6 @@ def test_each_position_draws_its_own_number(folder: Path) -> None:
     assert rest.output_token_ids == whole.output_token_ids[10:]
 
 
-def test_without_a_seed_answers_differ(engine: TorchEngine) -> None:
-    driver = Driver(engine)
-    requests = [driver.add([1, 2, 3], 30, temperature=1.5) for _ in range(2)]
-    driver.finish()
-    assert requests[0].output_token_ids != requests[1].output_token_ids
-
-
 def test_keys_and_values_live_in_the_blocks_and_nowhere_else(folder: Path) -> None:
     engine = TorchEngine(folder, dtype="float32", device="cpu", num_blocks=64)
     prompt = random_prompt(40)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvway_core.errors import EngineFailed
-from kvway_worker.sequence import SamplingParams
+from kvway_worker.sampling_params import SamplingParams
 from kvway_worker.torch_engine import sampling
 from kvway_worker.torch_engine.sampling import Draw, sample, uniform
 
@@ -111,7 +111,6 @@ def test_uniform_numbers_are_in_range_and_differ() -> None:
     numbers = [uniform(seed, position) for seed in (0, -1, 2**63) for position in range(50)]
     assert len(set(numbers)) == 150
     assert all(0 <= number < 1 for number in numbers)
-    assert uniform(None, 1) != uniform(None, 1)
 
 
 def test_a_golden_number_keeps_seeds_stable_across_releases() -> None:

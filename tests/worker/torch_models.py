@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvway_core.blocks import Namespace
 from kvway_core.testing.byte_model import write_byte_model
 from kvway_worker.block_pool import BlockPool
+from kvway_worker.sampling_params import SamplingParams
 from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import SamplingParams
 from kvway_worker.sequence import Sequence as Request
 from kvway_worker.torch_engine import TorchEngine
 
@@ -84,15 +84,13 @@ class Driver:
         *,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        seed: int | None = None,
+        seed: int = 0,
     ) -> Request:
         self._num_requests += 1
         request = Request(
             f"request-{self._num_requests}",
             prompt,
-            params=SamplingParams(
-                max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=True
-            ),
+            params=SamplingParams(max_tokens, temperature=temperature, top_p=top_p, seed=seed),
             namespace=Namespace("tiny", block_size=self.engine.block_size),
         )
         self.scheduler.add(request)

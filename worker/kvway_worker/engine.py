@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -29,10 +29,10 @@ from kvway_core.clock import Clock
 from kvway_core.errors import EngineFailed, KvwayError, ShuttingDown
 from kvway_core.events import KVEvent
 from kvway_worker.load import EngineLoad, Meter, StepStats
+from kvway_worker.sampling_params import SamplingParams
 from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import SamplingParams
 from kvway_worker.sequence import Sequence as Request
-from kvway_worker.step import Row, StepPlan
+from kvway_worker.step import Row, StepPlan, StepResult
 from kvway_worker.streams import Output, Stream, Streams, TokenOut
 
 __all__ = ["Engine", "EngineLoop", "TokenOut"]
@@ -56,12 +56,8 @@ class Engine(Protocol):
         """Blocks it has room for."""
         ...
 
-    def execute(self, plan: StepPlan) -> Mapping[str, int]:
-        """Computes a step: copies first, then the KV of all rows, then what the rows read.
-
-        Returns:
-            request id -> sampled token, for every row that samples.
-        """
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Computes a step: copies first, then the KV of all rows, then what the rows read."""
         ...
 
     def close(self) -> None:
@@ -289,7 +285,7 @@ class EngineLoop:
         """Computes a step and returns what it gave whom."""
         started_s = self._clock.monotonic()
         try:
-            sampled = self._execute(plan)
+            result = self._execute(plan)
         except Exception as exc:  # noqa: BLE001 - this is what supervises a step
             return self._failed_step(plan, exc)
         stats = StepStats.of(plan, duration_s=self._clock.monotonic() - started_s)
@@ -300,14 +296,14 @@ class EngineLoop:
                 self._ended_or_live(out.seq, ended=out.finish_reason is not None),
                 TokenOut(out.token_id, out.finish_reason, out.seq.cached_tokens or 0),
             )
-            for out in self._scheduler.commit(plan, sampled)
+            for out in self._scheduler.commit(plan, result)
         ]
 
-    def _execute(self, plan: StepPlan) -> Mapping[str, int]:
-        sampled = self._engine.execute(plan)
-        if missing := plan.missing(sampled):
+    def _execute(self, plan: StepPlan) -> StepResult:
+        result = self._engine.execute(plan)
+        if missing := plan.missing(result):
             raise EngineFailed(f"the engine gave no token for {missing}")
-        return sampled
+        return result
 
     def _probe(self) -> None:
         """Computes one token of no request: whether requests fail, or the engine does.
@@ -324,7 +320,7 @@ class EngineLoop:
         )
         blocks = pool.allocate(1)  # there is one: the requests of the failed step gave theirs back
         try:
-            self._execute(StepPlan(0, (Row(seq, 0, 1, seq.token_ids, blocks, samples=True),)))
+            self._execute(StepPlan(0, (Row(seq, 0, 1, seq.token_ids, blocks, sampling=(seq,)),)))
         except Exception as exc:
             message = f"{len(self._failures)} steps failed in a row, and then a probe"
             raise EngineFailed(message) from exc

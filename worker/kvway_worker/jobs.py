@@ -28,7 +28,8 @@ from kvway_core.api import (
 from kvway_core.blocks import Namespace
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from kvway_core.prompts import PromptEncoder
-from kvway_worker.sequence import SamplingParams, Sequence
+from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.sequence import Sequence
 
 MAX_SALT_CHARS: Final = 256
 
@@ -227,9 +228,9 @@ def _sampling(
         max_tokens=min(limit, room),
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
-        seed=request.seed,
-        stop_token_ids=frozenset(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
+        seed=secrets.randbits(63) if request.seed is None else request.seed,
+        stop_token_ids=frozenset(request.stop_token_ids or ())
+        | (frozenset() if request.ignore_eos else model.encoder.eos_token_ids),
     )
 
 

@@ -56,7 +56,6 @@ def load_model(settings: WorkerSettings, model_dir: Path, clock: Clock) -> Loade
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=model.max_model_len,
-        eos_token_ids=encoder.eos_token_ids,
     )
     return Loaded(model, engine, scheduler)
 

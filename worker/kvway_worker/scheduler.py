@@ -15,16 +15,13 @@ else may be planned; requests may be added and aborted at any time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, InvariantViolated
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.block_tables import BlockTables
 from kvway_worker.sequence import FinishReason, Sequence, Status
-from kvway_worker.step import Copy, Row, SeqOutput, StepPlan
-
-__all__ = ["Copy", "Counters", "Row", "Scheduler", "SeqOutput", "StepPlan"]
+from kvway_worker.step import Copy, Row, Sampled, SeqOutput, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -52,7 +49,6 @@ class Scheduler:
         max_num_seqs: Requests in one step at most.
         max_num_batched_tokens: Tokens in one step at most, at least `max_num_seqs`.
         max_model_len: Tokens of prompt and answer at most.
-        eos_token_ids: The model's end tokens.
 
     Invariants:
         1. A step computes at most `max_num_batched_tokens` tokens of `max_num_seqs` requests.
@@ -70,7 +66,6 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(
@@ -82,7 +77,6 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.eos_token_ids = eos_token_ids
         self.counters = Counters()
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
         self._running: list[Sequence] = []
@@ -217,22 +211,22 @@ class Scheduler:
             )
         return plan
 
-    def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> list[SeqOutput]:
+    def commit(self, plan: StepPlan, result: StepResult) -> list[SeqOutput]:
         """Takes in the result of a step.
 
         Args:
             plan: The step that `plan` returned last.
-            sampled: request id -> new token, for every row that samples.
+            result: What the engine gave for it.
 
         Returns:
-            The new token of each row that sampled and whose request was not aborted meanwhile.
+            The new tokens of each row that sampled and whose request was not aborted meanwhile.
 
         Raises:
             InvariantViolated: If the plan is not the one in flight or a token is missing; nothing
                 has changed then.
         """
         self._check_in_flight(plan)
-        if missing := plan.missing(sampled):
+        if missing := plan.missing(result):
             raise InvariantViolated(f"step {plan.step_id} has no token for {missing}")
         self._in_flight = None
         rows = [row for row in plan.rows if row.seq.status is Status.RUNNING]
@@ -240,7 +234,12 @@ class Scheduler:
             self._tables.take_shared(row.seq)
             row.seq.num_computed_tokens = row.start + row.num_tokens
         self.pool.commit()
-        return [self._accept(row.seq, sampled[row.seq.request_id]) for row in rows if row.samples]
+        return [
+            output
+            for row in rows
+            for seq in row.sampling
+            for output in self._accept(seq, result.sampled[seq.request_id])
+        ]
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """Ends every request of a step that could not be computed; what was pending is dropped.
@@ -343,22 +342,22 @@ class Scheduler:
             num_tokens=end - start,
             token_ids=tuple(seq.token_ids[start:end]),
             block_table=tuple(seq.block_table),
-            samples=end == seq.num_tokens,
+            sampling=(seq,) if end == seq.num_tokens else (),
         )
 
-    def _accept(self, seq: Sequence, token_id: int) -> SeqOutput:
+    def _accept(self, seq: Sequence, sampled: Sampled) -> list[SeqOutput]:
         """Appends a sampled token and ends the request if it was the last one."""
+        (token_id,) = sampled.token_ids
         seq.append(token_id)
         self.counters.generated_tokens += 1
         reason: FinishReason | None = None
-        is_eos = token_id in self.eos_token_ids and not seq.params.ignore_eos
-        if is_eos or token_id in seq.params.stop_token_ids:
+        if token_id in seq.params.stop_token_ids:
             reason = "stop"
         elif seq.num_output_tokens >= seq.params.max_tokens:
             reason = "length"
         if reason is not None:
             self._end(seq, Status.FINISHED)
-        return SeqOutput(seq, token_id, reason)
+        return [SeqOutput(seq, token_id, reason)]
 
     def _end(self, seq: Sequence, status: Status) -> None:
         """Takes a request out, wherever it is, and frees its blocks."""

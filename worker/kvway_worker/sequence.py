@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from kvway_core.blocks import BlockHash, HashChain, Namespace
 from kvway_core.errors import InvalidRequest
+from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class Status(enum.Enum):
@@ -37,27 +37,6 @@ class Chain(Protocol):
         """Appends tokens and the hashes of the blocks they fill."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How tokens are chosen and when a request ends.
-
-    Attributes:
-        max_tokens: Tokens to generate at most, at least 1.
-        temperature: 0 takes the likeliest token.
-        top_p: Share of the probability that is sampled from, in (0, 1].
-        seed: Makes the choice repeatable; None draws a new one.
-        stop_token_ids: Tokens that end the answer, whatever `ignore_eos` says.
-        ignore_eos: The model's end tokens do not end the answer.
-    """
-
-    max_tokens: int
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-
-
 class Sequence:
     """A request as the scheduler knows it; only the scheduler changes one.
 
@@ -68,12 +47,18 @@ class Sequence:
         params: How tokens are chosen.
         namespace: What else the KV depends on.
         arrival_s: When the request came, seconds on the caller's clock; kept through preemption.
+        priority: Lower ones are served first.
+        ephemeral: Nothing of it stays cached when it has ended.
+        forks: Requests with the same prompt that begin when this one's prompt is computed: they
+            share its blocks. Empty from then on.
         chain: Hashes of the full blocks of `token_ids`; each token is hashed once.
         block_table: Ids of the blocks that hold its KV, in order.
         num_computed_tokens: Leading tokens whose KV is in the blocks.
         num_published_blocks: Leading blocks whose content the pool knows.
         shared_blocks: Block index -> id of a block of the pool with the same content as
             `block_table[index]`; it takes that place when the step is done. Empty between steps.
+        prompt_logprobs: Of the prompt's tokens from the second on, as far as computed; when the
+            request asks for them.
         cached_tokens: Prompt tokens whose KV was reused; fixed at first admission, None before.
         num_uncached_tokens: Prompt tokens to compute, as seen at arrival; for load reports.
         status: Where it is in its life.
@@ -84,19 +69,23 @@ class Sequence:
         "block_table",
         "cached_tokens",
         "chain",
+        "ephemeral",
+        "forks",
         "namespace",
         "num_computed_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
         "num_uncached_tokens",
         "params",
+        "priority",
+        "prompt_logprobs",
         "request_id",
         "shared_blocks",
         "status",
         "token_ids",
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a request is
         self,
         request_id: str,
         prompt_token_ids: TokenIds[int],
@@ -104,6 +93,9 @@ class Sequence:
         params: SamplingParams,
         namespace: Namespace,
         arrival_s: float = 0.0,
+        priority: int = 0,
+        ephemeral: bool = False,
+        forks: TokenIds[Sequence] = (),
         chain: Chain | None = None,
     ) -> None:
         """Makes a sequence that has computed nothing yet.
@@ -114,6 +106,10 @@ class Sequence:
             params: How tokens are chosen.
             namespace: What else the KV depends on.
             arrival_s: When the request came, seconds.
+            priority: Lower ones are served first.
+            ephemeral: Keep nothing of it cached when it has ended.
+            forks: Requests with the same prompt and namespace that begin when its prompt is
+                computed.
             chain: Its block hashes, empty; None makes them for `namespace`.
 
         Raises:
@@ -127,6 +123,10 @@ class Sequence:
         self.params = params
         self.namespace = namespace
         self.arrival_s = arrival_s
+        self.priority = priority
+        self.ephemeral = ephemeral
+        self.forks: list[Sequence] = list(forks)
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.chain = chain or HashChain(namespace.root(), namespace.block_size)
         try:
             self.chain.extend(self.token_ids)

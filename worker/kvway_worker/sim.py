@@ -11,13 +11,13 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
 
 from kvway_core.errors import ShuttingDown
-from kvway_worker.step import Row, StepPlan
+from kvway_worker.step import Row, Sampled, StepPlan, StepResult
 
 PRINTABLE_ASCII: Final = range(0x20, 0x7F)
 """Token ids of a byte tokenizer that show as text."""
@@ -85,7 +85,7 @@ class SimEngine:
         self._kv = array("Q", bytes(8 * num_blocks * block_size))
         self._closed = threading.Event()
 
-    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Computes the fingerprints of a step and takes as long as the cost model says.
 
         Raises:
@@ -95,14 +95,14 @@ class SimEngine:
         for source, target, num_tokens in plan.copies:
             start, end = source * size, source * size + num_tokens
             self._kv[target * size : target * size + num_tokens] = self._kv[start:end]
-        sampled: dict[str, int] = {}
+        sampled: dict[str, Sampled] = {}
         for row in plan.rows:
             state = self._compute(row)
-            if row.samples:
-                sampled[row.seq.request_id] = _choose(state, self._answer_ids)
+            for seq in row.sampling:
+                sampled[seq.request_id] = Sampled((_choose(state, self._answer_ids),))
         if self._closed.wait(self._costs.step_s(plan)):
             raise ShuttingDown("The engine is closed.")
-        return sampled
+        return StepResult(sampled)
 
     def close(self) -> None:
         """Ends the engine; a step that waits raises at once."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Mapping
 from collections.abc import Sequence as TokenIds
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvway_worker.sampling_params import TokenLogprobs
 from kvway_worker.sequence import FinishReason, Sequence
 
 Copy: TypeAlias = tuple[int, int, int]
@@ -21,10 +22,13 @@ class Row:
         seq: The request.
         start: Position of the first token to compute; the KV of [0, start) is in the blocks, or
             is written by this very step.
-        num_tokens: Tokens to compute, at least 1.
+        num_tokens: Tokens to compute, at least 1, drafts included.
         token_ids: These tokens.
         block_table: Blocks of [0, start + num_tokens), in order.
-        samples: True when the step computes the last known token, so that it gives the next one.
+        sampling: Who gets a next token when this is computed: the request itself, and behind it
+            those that fork off here. Empty while known tokens are left to compute.
+        num_drafts: So many of the last tokens are guesses. They are computed to be compared with
+            what is sampled; the first that differs, and all behind it, are not used.
     """
 
     seq: Sequence
@@ -32,12 +36,24 @@ class Row:
     num_tokens: int
     token_ids: TokenIds[int]
     block_table: TokenIds[int]
-    samples: bool
+    sampling: tuple[Sequence, ...] = ()
+    num_drafts: int = 0
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token to compute."""
+        return self.start + self.num_tokens
 
     @property
     def is_prefill(self) -> bool:
-        """False only for a row that computes one generated token."""
-        return self.num_tokens > 1 or self.start < self.seq.num_prompt_tokens
+        """False only for a row that computes one generated token, and drafts behind it."""
+        return self.num_tokens - self.num_drafts > 1 or self.start < self.seq.num_prompt_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the log probabilities of the prompt tokens in (start, end] are asked for."""
+        asked = self.seq.params.prompt_logprobs is not None
+        return asked and self.start + 1 < self.seq.num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +72,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the step computes."""
+        """Tokens the step computes, drafts included."""
         return sum(row.num_tokens for row in self.rows)
 
     @property
@@ -64,22 +80,51 @@ class StepPlan:
         """Tokens of rows that are not a single generated token."""
         return sum(row.num_tokens for row in self.rows if row.is_prefill)
 
-    def missing(self, sampled: Container[str]) -> list[str]:
+    def missing(self, result: StepResult) -> list[str]:
         """Returns the requests whose next token a result must have and lacks."""
-        ids = (row.seq.request_id for row in self.rows if row.samples)
-        return [request_id for request_id in ids if request_id not in sampled]
+        ids = (seq.request_id for row in self.rows for seq in row.sampling)
+        return [request_id for request_id in ids if request_id not in result.sampled]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step chose for one request.
+
+    Attributes:
+        token_ids: The accepted drafts, then the token sampled behind them: at least one.
+        logprobs: Of each of these, when the request asks for them; else empty.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What an engine gives for a step.
+
+    Attributes:
+        sampled: Request id -> what was chosen, for everyone in a row's `sampling`.
+        prompt_logprobs: Request id -> of the prompt tokens at row.start + 1 and on, as many as
+            the row's scores cover; for rows that want them.
+    """
+
+    sampled: Mapping[str, Sampled]
+    prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class SeqOutput:
-    """What a step gave one request.
+    """One new token of a request. A step with accepted drafts gives several.
 
     Attributes:
         seq: The request.
         token_id: The new token; also the one that ended the answer.
         finish_reason: Why the answer ended, None while it goes on.
+        logprobs: Of the token, when asked for.
     """
 
     seq: Sequence
     token_id: int
     finish_reason: FinishReason | None
+    logprobs: TokenLogprobs | None = None

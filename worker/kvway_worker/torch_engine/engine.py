@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -15,8 +15,8 @@ from torch import Tensor
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.errors import ConfigError
 from kvway_kernels.api import RequestRows, plan
-from kvway_worker.sequence import SamplingParams
-from kvway_worker.step import Row, StepPlan
+from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.step import Row, Sampled, StepPlan, StepResult
 from kvway_worker.torch_engine.kv_cache import PagedKVCache, blocks_to_allocate
 from kvway_worker.torch_engine.model import HuggingFaceModel, StepContext
 from kvway_worker.torch_engine.sampling import Draw, sample
@@ -52,7 +52,7 @@ class _Part:
             start=row.start,
             token_ids=row.token_ids,
             block_table=row.block_table,
-            samples=row.samples,
+            samples=bool(row.sampling),
         )
 
     @property
@@ -152,24 +152,24 @@ class TorchEngine:
             deterministic=deterministic,
         )
 
-    def execute(self, plan: StepPlan) -> Mapping[str, int]:
+    def execute(self, plan: StepPlan) -> StepResult:
         """Compute a step: copy blocks, then compute every row and store its keys and values.
-
-        Returns:
-            request id -> the new token, for each row that samples.
 
         Raises:
             EngineFailed: the model's scores are not finite.
         """
-        sampled: dict[str, int] = {}
+        sampled: dict[str, Sampled] = {}
         with torch.inference_mode():
             self._cache.copy(plan.copies)
             for parts in self._calls([_Part.of(row) for row in plan.rows]):
                 sampling = [part for part in parts if part.samples]
                 logits = self._forward(parts)[: len(sampling)]
                 tokens = sample(logits, [Draw(part.params, part.end) for part in sampling])
-                sampled |= zip((part.request_id for part in sampling), tokens, strict=True)
-        return sampled
+                sampled |= {
+                    part.request_id: Sampled((token,))
+                    for part, token in zip(sampling, tokens, strict=True)
+                }
+        return StepResult(sampled)
 
     def close(self) -> None:
         """Do nothing: what the engine holds goes with the engine."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvway_core.errors import EngineFailed
-from kvway_worker.sequence import SamplingParams
+from kvway_worker.sampling_params import SamplingParams
 
 _RANDOM_BITS = 53
 """A float64 in [0, 1) holds this many random bits."""
@@ -63,13 +62,10 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     return tokens
 
 
-def uniform(seed: int | None, position: int) -> float:
-    """Return a number in [0, 1), the same for the same seed and position; without seed, random."""
-    if seed is None:
-        bits = secrets.randbits(_RANDOM_BITS)
-    else:
-        digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-        bits = int.from_bytes(digest, "big") >> (64 - _RANDOM_BITS)
+def uniform(seed: int, position: int) -> float:
+    """Return a number in [0, 1), the same for the same seed and position."""
+    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
+    bits = int.from_bytes(digest, "big") >> (64 - _RANDOM_BITS)
     return math.ldexp(bits, -_RANDOM_BITS)
 
 
