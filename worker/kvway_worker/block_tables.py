@@ -70,13 +70,18 @@ class BlockTables:
         seq.num_computed_tokens = num_cached
         return ()
 
-    def extend(self, seq: Sequence, end: int) -> bool:
-        """Makes room for the tokens [0, end); says whether the pool had the blocks."""
+    def extend(self, seq: Sequence, end: int) -> tuple[Copy, ...] | None:
+        """Makes room for the tokens [0, end).
+
+        Returns:
+            The copies to make before the step. None, and nothing has changed, when the pool does
+            not have the blocks.
+        """
         num_new = self._num_blocks(end) - len(seq.block_table)
         if not self._pool.can_allocate(num_new):
-            return False
+            return None
         seq.block_table += self._pool.allocate(num_new)
-        return True
+        return ()
 
     def publish(self, seq: Sequence, end: int) -> None:
         """Publishes the full blocks of [0, end) that are not yet.

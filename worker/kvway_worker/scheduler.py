@@ -188,8 +188,10 @@ class Scheduler:
         for seq in tuple(self._running):
             if not budget:
                 break
-            if seq.status is not Status.RUNNING or not self._grow(seq, budget):
+            grown = self._grow(seq, budget) if seq.status is Status.RUNNING else None
+            if grown is None:
                 break  # whoever lost its blocks is the newest: nobody comes after it
+            copies += grown
             rows.append(self._row(seq, budget))
             budget -= rows[-1].num_tokens
         # After a preemption nobody gets in: the victim is first in line and needs what it lost.
@@ -289,19 +291,20 @@ class Scheduler:
             return waiting
         return next((seq for seq in self._running if seq.request_id == request_id), None)
 
-    def _grow(self, seq: Sequence, budget: int) -> bool:
+    def _grow(self, seq: Sequence, budget: int) -> tuple[Copy, ...] | None:
         """Gives a running request blocks for its next tokens, at the expense of the newest.
 
         Returns:
-            False when the request itself was the newest and lost its blocks.
+            The copies its row needs; None when the request itself was the newest and lost its
+            blocks.
         """
         end = min(seq.num_tokens, seq.num_computed_tokens + budget)
-        while not self._tables.extend(seq, end):
+        while (copies := self._tables.extend(seq, end)) is None:
             victim = self._running[-1]
             self._preempt(victim)
             if victim is seq:
-                return False
-        return True
+                return None
+        return copies
 
     def _preempt(self, seq: Sequence) -> None:
         """Frees a request's blocks, hashes kept, and puts it at the front of the queue."""
