@@ -32,13 +32,24 @@ def request(
     salt: str = "",
     chain: Chain | None = None,
     stop_token_ids: frozenset[int] = frozenset(),
+    priority: int = 0,
+    prompt_logprobs: int | None = None,
+    ephemeral: bool = False,
+    forks: Sequence[Request] = (),
 ) -> Request:
     """Makes a sequence of a model named "m"."""
     return Request(
         request_id,
         prompt,
-        params=SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids),
+        params=SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            prompt_logprobs=prompt_logprobs,
+        ),
         namespace=Namespace("m", block_size=block_size, cache_salt=salt),
+        priority=priority,
+        ephemeral=ephemeral,
+        forks=forks,
         chain=chain,
     )
 

@@ -47,6 +47,8 @@ class Sequence:
         params: How tokens are chosen.
         namespace: What else the KV depends on.
         arrival_s: When the request came, seconds on the caller's clock; kept through preemption.
+        arrival_index: Its place in the order of arrival at the scheduler, which sets it; kept
+            through preemption.
         priority: Lower ones are served first.
         ephemeral: Nothing of it stays cached when it has ended.
         forks: Requests with the same prompt that begin when this one's prompt is computed: they
@@ -65,6 +67,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "arrival_index",
         "arrival_s",
         "block_table",
         "cached_tokens",
@@ -123,6 +126,7 @@ class Sequence:
         self.params = params
         self.namespace = namespace
         self.arrival_s = arrival_s
+        self.arrival_index = 0
         self.priority = priority
         self.ephemeral = ephemeral
         self.forks: list[Sequence] = list(forks)
