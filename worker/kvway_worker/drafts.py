@@ -1,0 +1,97 @@
+"""What an answer may go on with: guesses from its own text, checked by the model. Pure.
+
+Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): when the last tokens occurred before, what
+followed them then is likely to follow now: quotes, code, names. Guesses cost a little of a step
+that is bound by memory and no token of the answer: the model says of each whether it agrees.
+
+    token_ids    a b c d x y z ... a b c d │
+                         ▲▲▲▲▲             │ min_match = 4: x y z are proposed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as TokenIds
+
+from kvway_worker.sequence import Sequence
+
+
+class NgramIndex:
+    """Where each run of `min_match` tokens of a growing sequence occurred last.
+
+    Args:
+        min_match: Tokens that must agree, at least 1.
+
+    Invariants:
+        1. Every run that ends before the last token that `propose` saw is in it, once.
+
+    Complexity:
+        O(min_match) for each token, whenever it is first seen; one table entry per distinct run.
+    """
+
+    __slots__ = ("_behind", "_min_match", "_num_seen")
+
+    def __init__(self, min_match: int) -> None:
+        self._min_match = min_match
+        self._num_seen = 0
+        self._behind: dict[int, int] = {}
+
+    def propose(self, token_ids: TokenIds[int], num_tokens: int) -> list[int]:
+        """Returns what followed the last `min_match` tokens where they occurred most recently.
+
+        Where that reaches the end of the text, it goes on with itself: a text that repeats is
+        expected to repeat.
+
+        Args:
+            token_ids: The text; it has grown by tokens at its end since the last call.
+            num_tokens: Tokens to return, at least 1; none when the run is new.
+        """
+        size = self._min_match
+        for end in range(max(size, self._num_seen), len(token_ids)):
+            # The hash stands for the run, which is compared when it is found: that takes a
+            # third of the memory of the runs themselves.
+            self._behind[hash(tuple(token_ids[end - size : end]))] = end
+        self._num_seen = len(token_ids)
+        last = token_ids[-size:]
+        behind = self._behind.get(hash(tuple(last)))
+        if behind is None or token_ids[behind - size : behind] != last:
+            return []
+        period = len(token_ids) - behind
+        return [token_ids[behind + index % period] for index in range(num_tokens)]
+
+
+class Drafter:
+    """Proposes drafts for sequences, each from its own tokens.
+
+    Args:
+        num_drafts: Tokens to propose at most; 0 proposes nothing.
+        min_match: Tokens that must have occurred before, at least 1. Few make many wrong guesses.
+
+    Raises:
+        ValueError: If one is out of range.
+    """
+
+    __slots__ = ("_indexes", "_min_match", "num_drafts")
+
+    def __init__(self, num_drafts: int, *, min_match: int = 4) -> None:
+        if num_drafts < 0 or min_match < 1:
+            raise ValueError(
+                f"num_drafts ({num_drafts}) must be at least 0 and draft_min_match ({min_match}) "
+                "at least 1"
+            )
+        self.num_drafts = num_drafts
+        self._min_match = min_match
+        self._indexes: dict[str, NgramIndex] = {}
+
+    def propose(self, seq: Sequence, limit: int) -> list[int]:
+        """Returns at most `limit` tokens that may follow the sequence; often none."""
+        num_tokens = min(limit, self.num_drafts)
+        if num_tokens < 1:
+            return []
+        index = self._indexes.get(seq.request_id)
+        if index is None:
+            index = self._indexes[seq.request_id] = NgramIndex(self._min_match)
+        return index.propose(seq.token_ids, num_tokens)
+
+    def forget(self, seq: Sequence) -> None:
+        """Drops what is known of a sequence that has ended."""
+        self._indexes.pop(seq.request_id, None)
