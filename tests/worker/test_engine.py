@@ -120,7 +120,7 @@ async def worker(
 
 
 def tokens(parts: list[TokenOut]) -> list[int]:
-    return [part.token_id for part in parts]
+    return [part.token_id for part in parts if part.token_id is not None]
 
 
 async def test_answers_are_those_of_a_request_alone() -> None:

@@ -73,7 +73,7 @@ class Generator:
 def _text(part: TokenOut, text: TextStream) -> str:
     """Return the text a token adds; an end or stop token adds none of its own."""
     piece = ""
-    if part.finish_reason != "stop":
+    if part.token_id is not None and part.finish_reason != "stop":
         piece = text.push(part.token_id)
     if part.finish_reason is not None and not text.stopped:
         piece += text.finish()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from kvway_worker.histogram import Histogram, HistogramReading
 from kvway_worker.scheduler import Scheduler
 from kvway_worker.step import StepPlan
+from kvway_worker.streams import Stream
 
 PREFILL_WINDOW_TOKENS: Final = 8192
 """Prefilled tokens after which a measurement counts half."""
@@ -14,6 +16,14 @@ MIN_PREFILL_TOKENS: Final = 128
 """Prefill steps below it say more about what any step takes than about the rate: not counted."""
 DECODE_SMOOTHING: Final = 0.1
 """Weight of the newest decode step in the average."""
+REQUEST_BUCKETS_S: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+REQUEST_BUCKETS_TOKENS: Final = tuple(
+    float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)
+)
+STEP_BUCKETS_TOKENS: Final = (1.0, *(float(2**power) for power in range(3, 15)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +89,27 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
+class Spans:
+    """Where requests spent their time, and how long they were.
+
+    Attributes:
+        queue_s: From being handed over to a first place, seconds.
+        prefill_s: From there to the first token.
+        decode_s: From there to the end; of requests that ended in any way but an error.
+        prompt_tokens: Of the same.
+        generation_tokens: Of the same.
+        step_tokens: Tokens computed per step.
+    """
+
+    queue_s: HistogramReading
+    prefill_s: HistogramReading
+    decode_s: HistogramReading
+    prompt_tokens: HistogramReading
+    generation_tokens: HistogramReading
+    step_tokens: HistogramReading
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """An engine loop at one moment. Counters count from the start.
 
@@ -99,6 +130,7 @@ class EngineLoad:
         num_steps: Steps that were computed.
         num_failed_steps: Steps that raised.
         step_time_s: Time of all computed steps together, seconds.
+        spans: Where requests spent their time.
     """
 
     num_running: int
@@ -117,27 +149,51 @@ class EngineLoad:
     num_steps: int
     num_failed_steps: int
     step_time_s: float
+    spans: Spans
 
 
 class Meter:
-    """Adds up the steps of one engine loop.
+    """Adds up the steps and the requests of one engine loop.
 
     Attributes:
         num_failed_steps: Steps that raised.
     """
-
-    __slots__ = ("_num_steps", "_rates", "_step_time_s", "num_failed_steps")
 
     def __init__(self) -> None:
         self.num_failed_steps = 0
         self._num_steps = 0
         self._step_time_s = 0.0
         self._rates = Rates()
+        self._queue_s = Histogram(REQUEST_BUCKETS_S)
+        self._prefill_s = Histogram(REQUEST_BUCKETS_S)
+        self._decode_s = Histogram(REQUEST_BUCKETS_S)
+        self._prompt_tokens = Histogram(REQUEST_BUCKETS_TOKENS)
+        self._generation_tokens = Histogram(REQUEST_BUCKETS_TOKENS)
+        self._step_tokens = Histogram(STEP_BUCKETS_TOKENS)
+
+    def scheduled(self, stream: Stream, now_s: float) -> None:
+        """Takes note of a request that got its first place."""
+        stream.scheduled_s = now_s
+        self._queue_s.observe(now_s - stream.submitted_s)
+
+    def first_token(self, stream: Stream, now_s: float) -> None:
+        """Takes note of a request whose first token is known."""
+        stream.first_token_s = now_s
+        if stream.scheduled_s is not None:
+            self._prefill_s.observe(now_s - stream.scheduled_s)
+
+    def ended(self, stream: Stream, now_s: float) -> None:
+        """Takes note of a request that was answered or aborted."""
+        if stream.first_token_s is not None:
+            self._decode_s.observe(now_s - stream.first_token_s)
+        self._prompt_tokens.observe(stream.seq.num_prompt_tokens)
+        self._generation_tokens.observe(stream.seq.num_output_tokens)
 
     def observe(self, step: StepStats) -> None:
         """Counts a step that was computed."""
         self._num_steps += 1
         self._step_time_s += step.duration_s
+        self._step_tokens.observe(step.num_prefill_tokens + step.num_decode_tokens)
         self._rates.observe(step)
 
     def read(self, scheduler: Scheduler) -> EngineLoad:
@@ -160,4 +216,12 @@ class Meter:
             num_steps=self._num_steps,
             num_failed_steps=self.num_failed_steps,
             step_time_s=self._step_time_s,
+            spans=Spans(
+                queue_s=self._queue_s.read(),
+                prefill_s=self._prefill_s.read(),
+                decode_s=self._decode_s.read(),
+                prompt_tokens=self._prompt_tokens.read(),
+                generation_tokens=self._generation_tokens.read(),
+                step_tokens=self._step_tokens.read(),
+            ),
         )
