@@ -12,7 +12,8 @@ import torch
 from kvway_core.errors import EngineFailed
 from kvway_worker.sampling_params import SamplingParams
 from kvway_worker.torch_engine import sampling
-from kvway_worker.torch_engine.sampling import Draw, sample, uniform
+from kvway_worker.torch_engine.edits import Draw
+from kvway_worker.torch_engine.sampling import sample, uniform
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Final
 
@@ -12,14 +10,18 @@ import structlog
 import torch
 from torch import Tensor
 
-from kvway_core.blocks import DEFAULT_BLOCK_SIZE
+from kvway_core.blocks import DEFAULT_BLOCK_SIZE, Namespace
 from kvway_core.errors import ConfigError
 from kvway_kernels.api import RequestRows, plan
-from kvway_worker.sampling_params import SamplingParams
-from kvway_worker.step import Row, Sampled, StepPlan, StepResult
+from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
+from kvway_worker.sequence import Sequence as Request
+from kvway_worker.step import Row, StepPlan, StepResult
+from kvway_worker.torch_engine.calls import Part, calls
+from kvway_worker.torch_engine.choosing import choose
 from kvway_worker.torch_engine.kv_cache import PagedKVCache, blocks_to_allocate
+from kvway_worker.torch_engine.logprobs import token_logprobs
 from kvway_worker.torch_engine.model import HuggingFaceModel, StepContext
-from kvway_worker.torch_engine.sampling import Draw, sample
+from kvway_worker.torch_engine.sampling import check_finite
 
 _log: Final = structlog.get_logger()
 
@@ -28,44 +30,10 @@ _FIXED_ROWS: Final = 32
 
 _WARM_UP_TOKENS: Final = 128
 
-_GREEDY: Final = SamplingParams(max_tokens=1)
+_PROMPT_SCORED: Final = 128
+"""Prompt tokens of a call whose scores are wanted, at most: 77 MB for 150,000 tokens."""
 
 _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Consecutive tokens of one request that one call of the model computes."""
-
-    request_id: str
-    params: SamplingParams
-    start: int
-    token_ids: Sequence[int]
-    block_table: Sequence[int]
-    samples: bool
-
-    @classmethod
-    def of(cls, row: Row) -> _Part:
-        return cls(
-            request_id=row.seq.request_id,
-            params=row.seq.params,
-            start=row.start,
-            token_ids=row.token_ids,
-            block_table=row.block_table,
-            samples=bool(row.sampling),
-        )
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
-
-    def split(self, num_tokens: int) -> tuple[_Part, _Part | None]:
-        """Return the first tokens, and what is left if anything is."""
-        if len(self.token_ids) <= num_tokens:
-            return self, None
-        head = replace(self, token_ids=self.token_ids[:num_tokens], samples=False)
-        tail = replace(self, start=self.start + num_tokens, token_ids=self.token_ids[num_tokens:])
-        return head, tail
 
 
 class TorchEngine:
@@ -158,80 +126,112 @@ class TorchEngine:
         Raises:
             EngineFailed: the model's scores are not finite.
         """
-        sampled: dict[str, Sampled] = {}
+        if not plan.rows:
+            return StepResult({})
+        scores: list[Tensor] = []
+        prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         with torch.inference_mode():
             self._cache.copy(plan.copies)
-            for parts in self._calls([_Part.of(row) for row in plan.rows]):
-                sampling = [part for part in parts if part.samples]
-                logits = self._forward(parts)[: len(sampling)]
-                tokens = sample(logits, [Draw(part.params, part.end) for part in sampling])
-                sampled |= {
-                    part.request_id: Sampled((token,))
-                    for part, token in zip(sampling, tokens, strict=True)
-                }
-        return StepResult(sampled)
+            for parts in self._calls(plan.rows):
+                logits = self._forward(parts)
+                scores.append(_take_prompt_logprobs(parts, logits, prompt_logprobs))
+            rows = [row for row in plan.rows if row.sampling]
+            # Mostly there is one call; its scores are megabytes, so they are not copied.
+            together = scores[0] if len(scores) == 1 else torch.cat(scores)
+            sampled = choose(together, rows)
+        return StepResult(
+            sampled,
+            {request_id: tuple(logprobs) for request_id, logprobs in prompt_logprobs.items()},
+        )
 
     def close(self) -> None:
         """Do nothing: what the engine holds goes with the engine."""
 
-    def _calls(self, parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-        """Split a step into calls of the model: one, or in the deterministic mode several.
+    def _calls(self, rows: Sequence[Row]) -> Iterator[list[Part]]:
+        num_tokens = _FIXED_ROWS if self._deterministic else None
+        return calls(rows, num_tokens=num_tokens, num_prompt_scored=_PROMPT_SCORED)
 
-        The order stays, so that a row finds what an earlier one writes in the same step.
-        """
-        if not self._deterministic:
-            yield list(parts)
-            return
-        call: list[_Part] = []
-        room = _FIXED_ROWS
-        for part in parts:
-            rest: _Part | None = part
-            while rest is not None:
-                head, rest = rest.split(room)
-                call.append(head)
-                room -= len(head.token_ids)
-                if not room:
-                    yield call
-                    call, room = [], _FIXED_ROWS
-        if call:
-            yield call
-
-    def _forward(self, parts: Sequence[_Part]) -> Tensor:
-        """Run one call; the first rows of the result are the parts that sample, in order."""
+    def _forward(self, parts: Sequence[Part]) -> Tensor:
+        """Run one call and return the scores that its parts want, in order of their positions."""
         token_ids = [token for part in parts for token in part.token_ids]
         positions = [position for part in parts for position in range(part.start, part.end)]
-        ends = accumulate(len(part.token_ids) for part in parts)
-        keep = [end - 1 for part, end in zip(parts, ends, strict=True) if part.samples]
+        keep: list[int] = []
+        first = 0
+        for part in parts:
+            wanted = (*part.prompt_scored, *part.sampled)
+            keep += [first + position - part.start for position in wanted]
+            first += part.num_tokens
+        num_kept = len(keep)
         if self._deterministic:
             token_ids += [0] * (_FIXED_ROWS - len(token_ids))
             positions += [0] * (_FIXED_ROWS - len(positions))
             keep += [0] * (_FIXED_ROWS - len(keep)) if keep else []
         device = self._model.device
         step = plan(
-            [RequestRows(len(part.token_ids), part.end, part.block_table) for part in parts],
+            [RequestRows(part.num_tokens, part.end, part.row.block_table) for part in parts],
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             device=device,
             fixed_shapes=self._deterministic,
         )
-        return self._model.forward(
+        logits = self._model.forward(
             torch.tensor(token_ids, dtype=torch.int64, device=device),
             torch.tensor(positions, dtype=torch.int64, device=device),
             keep=torch.tensor(keep, dtype=torch.int64, device=device),
             step=StepContext(self._cache, step),
         )
+        return logits[:num_kept]
 
     def _warm_up(self) -> None:
         """Run a prefill and a decode step on blocks that nobody owns yet; leaves them zero."""
         num_tokens = min(_WARM_UP_TOKENS, self.num_blocks * self.block_size)
         blocks = range(-(-num_tokens // self.block_size))
+        seq = Request(
+            "warm-up",
+            [0] * num_tokens,
+            params=SamplingParams(max_tokens=1),
+            namespace=Namespace("warm-up", block_size=self.block_size),
+        )
         with torch.inference_mode():
             for start, end in ((0, num_tokens - 1), (num_tokens - 1, num_tokens)):
-                part = _Part("warm-up", _GREEDY, start, [0] * (end - start), blocks, samples=True)
-                for parts in self._calls([part] if end > start else []):
+                size = end - start
+                row = Row(seq, start, size, [0] * size, blocks, sampling=(seq,))
+                for parts in self._calls([row] if size else []):
                     self._forward(parts)
             for layer in (*self._cache.k, *self._cache.v):
                 layer[: len(blocks)] = 0
+
+
+def _take_prompt_logprobs(
+    parts: Sequence[Part], logits: Tensor, found: dict[str, list[TokenLogprobs]]
+) -> Tensor:
+    """Add to `found` what a call's scores tell of prompts; return the scores to sample from.
+
+    Raises:
+        EngineFailed: the scores are not finite.
+    """
+    prompt_rows: list[int] = []
+    token_ids: list[int] = []
+    num_top: list[int] = []
+    owners: list[str] = []
+    sample_rows: list[int] = []
+    first = 0
+    for part in parts:
+        positions, seq = part.prompt_scored, part.row.seq
+        middle = first + len(positions)
+        prompt_rows += range(first, middle)
+        token_ids += seq.token_ids[positions.start + 1 : positions.stop + 1]
+        num_top += [seq.params.prompt_logprobs or 0] * len(positions)
+        owners += [seq.request_id] * len(positions)
+        first = middle + len(part.sampled)
+        sample_rows += range(middle, first)
+    if not prompt_rows:
+        return logits
+    scores = logits[prompt_rows].float()
+    check_finite(scores.amax(dim=-1))
+    for owner, logprobs in zip(owners, token_logprobs(scores, token_ids, num_top), strict=True):
+        found.setdefault(owner, []).append(logprobs)
+    return logits[sample_rows]
 
 
 def _choose_device(name: str) -> torch.device:
