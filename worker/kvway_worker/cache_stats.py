@@ -18,6 +18,7 @@ from typing import Final, Literal, get_args
 
 from kvway_core.blocks import BlockHash, Namespace, block_hashes
 from kvway_worker.histogram import Histogram, HistogramReading
+from kvway_worker.reuse import ReuseDistances, ReuseReading
 
 MissReason = Literal["cold", "evicted", "too_short", "salted", "bypassed", "partial"]
 MISS_REASONS: Final[tuple[MissReason, ...]] = get_args(MissReason)
@@ -42,6 +43,7 @@ class CacheReading:
         lifetime_s: How long evicted blocks had been there, seconds.
         idle_s: How long they had not been used, seconds.
         reuse_gap_s: Time between two uses of a block, seconds.
+        reuse: What pools of other sizes would hit.
     """
 
     queries: int
@@ -50,6 +52,7 @@ class CacheReading:
     lifetime_s: HistogramReading
     idle_s: HistogramReading
     reuse_gap_s: HistogramReading
+    reuse: ReuseReading
 
 
 class CacheStats:
@@ -68,7 +71,7 @@ class CacheStats:
            and as many salted ones.
 
     Complexity:
-        O(1) per block told.
+        O(1) per block told, and what `ReuseDistances` takes for those that it samples.
     """
 
     __slots__ = (
@@ -80,6 +83,7 @@ class CacheStats:
         "_lives",
         "_max_ghosts",
         "_misses",
+        "_reuse",
         "_reuse_gap_s",
         "_salts",
         "_sees_salts",
@@ -99,11 +103,13 @@ class CacheStats:
         self._lifetime_s = Histogram(AGE_BUCKETS_S)
         self._idle_s = Histogram(AGE_BUCKETS_S)
         self._reuse_gap_s = Histogram(AGE_BUCKETS_S)
+        self._reuse = ReuseDistances(num_blocks)
 
     def stored(self, block_hash: BlockHash) -> None:
         """Takes note of a block that can be found from now on."""
         self._ghosts.pop(block_hash, None)
         self._lives[block_hash] = _Life(self.now_s, self.now_s)
+        self._reuse.store(block_hash)
 
     def hit(self, block_hash: BlockHash) -> None:
         """Takes note of a block that a request reuses; one that is only pending may be told."""
@@ -130,6 +136,7 @@ class CacheStats:
         self._lives.clear()
         self._ghosts.clear()
         self._salts.clear()
+        self._reuse.clear()
 
     def admitted(
         self,
@@ -163,6 +170,7 @@ class CacheStats:
         in_blocks = max(0, num_blocks * self._block_size - num_cached_tokens)
         self._misses["partial"] += num_missed - in_blocks
         salted = self._salted(token_ids, num_blocks, namespace)
+        self._reuse.look_up(hashes[:num_blocks])
         first = num_cached_tokens // self._block_size
         for index in range(first, num_blocks):
             start = max(num_cached_tokens, index * self._block_size)
@@ -180,6 +188,7 @@ class CacheStats:
             lifetime_s=self._lifetime_s.read(),
             idle_s=self._idle_s.read(),
             reuse_gap_s=self._reuse_gap_s.read(),
+            reuse=self._reuse.read(),
         )
 
     def _reason(self, block_hash: BlockHash, *, last: bool) -> MissReason:

@@ -49,6 +49,10 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
 
+    def observe_unmeasured(self) -> None:
+        """Counts a value that is beyond all bounds and has no size; the sum stays."""
+        self._counts[-1] += 1
+
     def read(self) -> HistogramReading:
         """Returns the counts as they are now."""
         return HistogramReading(self._bounds, tuple(self._counts), self._total)
