@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import accumulate
+from math import inf
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvway_core.errors import EngineFailed
 from kvway_worker.sampling_params import SamplingParams
 from kvway_worker.torch_engine import sampling
 from kvway_worker.torch_engine.edits import Draw
 from kvway_worker.torch_engine.sampling import sample, uniform
+from tests.worker.sampling_oracle import distribution
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,6 +81,84 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: set[in
     total = sum(PROBABILITIES[token].item() for token in kept)
     for token in kept:
         assert abs(counts[token] / 2000 - PROBABILITIES[token].item() / total) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({"top_k": 1}, {1}),
+        ({"top_k": 3}, {1, 2, 3}),
+        ({"top_k": 99}, {0, 1, 2, 3}),
+        ({"min_p": 0.4}, {1, 3}),
+        ({"min_p": 1.0}, {1}),
+        ({"top_k": 2, "top_p": 0.6}, {1}),  # of 0.5 and 0.25 the first is two thirds
+        ({"top_k": 2, "top_p": 0.7}, {1, 3}),
+        ({"top_p": 0.8, "min_p": 0.4}, {1, 3}),
+        ({"top_k": 3, "min_p": 0.4}, {1, 3}),
+    ],
+)
+def test_top_k_top_p_and_min_p_narrow_what_the_one_before_left(
+    changes: dict[str, Any], kept: set[int]
+) -> None:
+    params = SamplingParams(max_tokens=1, temperature=1.0, seed=6, **changes)
+    counts = drawn(PROBABILITIES.log(), params, 2000)
+    assert set(counts) == kept
+    total = sum(PROBABILITIES[token].item() for token in kept)
+    for token in kept:
+        assert abs(counts[token] / 2000 - PROBABILITIES[token].item() / total) < 0.05
+
+
+SAMPLED = st.builds(
+    SamplingParams,
+    max_tokens=st.just(1),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 0, 1, 3, 20]),
+    top_p=st.sampled_from([1.0, 1.0, 0.83, 0.31, 1e-9]),
+    min_p=st.sampled_from([0.0, 0.0, 0.07, 0.6]),
+    seed=st.integers(0, 2**63),
+)
+ROWS = st.lists(
+    st.integers(-12, 12).map(lambda n: n / 4) | st.just(-inf), min_size=12, max_size=12
+)
+
+
+@pytest.mark.property
+@given(
+    st.lists(st.tuples(ROWS.filter(lambda row: max(row) > -inf), SAMPLED), min_size=1, max_size=6)
+)
+def test_a_draw_inverts_the_documented_distribution(rows: list[tuple[Any, Any]]) -> None:
+    """Vocabulary order, or best first with `top_k` or `top_p`; within rounding of the borders."""
+    logits = torch.tensor([row for row, _ in rows])
+    draws = [Draw(params, position) for position, (_, params) in enumerate(rows)]
+    for token, draw, (row, params) in zip(sample(logits, draws), draws, rows, strict=True):
+        weights = distribution(row, params)
+        order = list(weights) if params.top_k or params.top_p < 1 else sorted(weights)
+        below = sum(weights[t] for t in order[: order.index(token)])
+        whole = sum(weights.values())
+        number = uniform(params.seed, draw.position)
+        assert below / whole - 1e-9 <= number <= (below + weights[token]) / whole + 1e-9
+
+
+def test_top_p_of_a_flat_distribution_looks_at_the_whole_vocabulary() -> None:
+    """More tokens are needed than the head that is sorted first has."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5, seed=6)
+    counts = drawn(torch.zeros(5000), params, 2000)
+    assert max(counts) < 2500
+    assert len(counts) > 1200
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(num_threads: int) -> None:
+    """The draw is a function of seed, position and scores: nearly equal tokens show any change."""
+    torch.set_num_threads(num_threads)
+    logits = torch.randn(40, 49_152, generator=torch.Generator().manual_seed(0)) * 0.1
+    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 500}, {"min_p": 0.9}]
+    draws = [Draw(SamplingParams(1, temperature=1.0, **kinds[i % 4]), i) for i in range(40)]
+    batch = sample(logits, draws)
+    alone = [sample(logits[i : i + 1].clone(), [draws[i]])[0] for i in range(40)]
+    torch.set_num_threads(1)
+    assert alone == batch
+    assert len(set(batch)) == 40
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
