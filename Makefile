@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache
 
 help: ## Show what each target does
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv and install kvway into it; does nothing when that is up to date
 
@@ -55,3 +55,6 @@ clean: ## Remove everything that these targets made
 
 bench-ttft: setup ## Measure warm against cold time to first token; ARGS="--pairs 20" for more
 	@$(BIN)/python -m loadtests.bench_ttft $(ARGS)
+
+bench-cache: setup ## Measure what the prefix cache costs and saves; ARGS="--only ttft" for parts
+	@$(BIN)/python -m loadtests.bench_cache $(ARGS)

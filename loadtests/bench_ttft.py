@@ -42,6 +42,12 @@ class Answer(NamedTuple):
 async def main(argv: Sequence[str]) -> int:
     """Run the benchmark; print a table and, last, the JSON report."""
     args = parse(argv)
+    report(args, *await run(args))
+    return 0
+
+
+async def run(args: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
+    """Start a worker if none is given, send the pairs, return the cold and the warm answers."""
     async with contextlib.AsyncExitStack() as stack:
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
@@ -50,9 +56,7 @@ async def main(argv: Sequence[str]) -> int:
         model = await served_model(session, url)
         pool = await text_tokens(session, url, model, args.shared + args.new)
         await ask(session, url, model, pool[: args.new])
-        cold, warm = await measure(session, url, model, pool, args)
-    report(args, cold, warm)
-    return 0
+        return await measure(session, url, model, pool, args)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

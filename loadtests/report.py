@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import msgspec
 
@@ -26,6 +27,31 @@ class Report(msgspec.Struct, frozen=True):
     def json(self) -> str:
         """The report as one line of JSON."""
         return msgspec.json.encode(self, order="deterministic").decode()
+
+
+class Spread(NamedTuple):
+    """Of some measurements: the median, and between what the middle half of them lies."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        """Summarize measurements, at least one."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def metrics(self, key: str, digits: int = 2) -> dict[str, float]:
+        """Return the three under `key`, `key_p25` and `key_p75`."""
+        names = (key, f"{key}_p25", f"{key}_p75")
+        return {name: round(value, digits) for name, value in zip(names, self, strict=True)}
+
+    def text(self, digits: int = 2) -> str:
+        """Return the three for a table."""
+        return f"{self.median:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
 
 def machine() -> str:
