@@ -68,6 +68,8 @@ def test_what_was_given_up_is_evicted_until_it_is_stored_again() -> None:
     assert admit(told, range(12), num_cached=8) == {"evicted": 4}
     told.stored(keys[2])
     assert admit(told, [*range(12), 99], num_cached=12) == {"partial": 1}
+    told.dropped(keys[2])
+    assert admit(told, range(12), num_cached=8) == {"cold": 4}, "its eviction is history"
 
 
 def test_a_prompt_that_fills_no_block_is_too_short() -> None:
@@ -81,6 +83,12 @@ def test_the_one_token_that_a_fully_cached_prompt_computes_is_partial() -> None:
     store(told, range(8))
     assert admit(told, range(8), num_cached=7) == {"partial": 1}
     assert admit(told, range(8), num_cached=4) == {"partial": 4}, "no room for the copy"
+
+
+def test_a_collision_of_hashes_is_a_cold_miss() -> None:
+    told = stats()
+    store(told, range(8))
+    assert admit(told, range(8), num_cached=0) == {"cold": 4, "partial": 4}
 
 
 def test_the_rest_of_a_block_whose_beginning_was_copied_has_the_blocks_reason() -> None:
@@ -102,6 +110,14 @@ def test_tokens_seen_under_another_salt_are_salted_and_no_more_than_these() -> N
     assert admit(told, [*range(8), 9, 9, 9, 9], salt="b") == {"salted": 8, "cold": 4}
     assert admit(told, range(8), salt="b") == {"cold": 8}, "its own blocks may come late"
     assert admit(told, range(8), salt="") == {"salted": 8}
+
+
+def test_what_was_evicted_in_its_own_namespace_is_evicted_whatever_others_saw() -> None:
+    told = stats()
+    for key in store(told, range(4), salt="b"):
+        told.evicted(key)
+    admit(told, range(4), salt="a")
+    assert admit(told, range(4), salt="b") == {"evicted": 4}
 
 
 def test_the_same_tokens_behind_others_are_not_salted() -> None:
@@ -133,8 +149,22 @@ def test_a_reset_forgets_what_was_evicted_too() -> None:
     told = stats()
     keys = store(told, range(8))
     told.evicted(keys[1])
+    admit(told, range(8), salt="a")
     told.cleared()
     assert admit(told, range(8)) == {"cold": 8}
+    admit(told, range(8))
+    read = told.read().reuse
+    assert read.hit_rate_at(1.0) == 2 / 6, "two of the blocks looked up had been since the reset"
+
+
+def test_reuse_is_of_full_blocks_of_prompts_that_read_the_cache_and_of_what_is_stored() -> None:
+    told = stats()
+    admit(told, range(8), bypassed=True)
+    assert told.read().reuse.num_expected == 0
+    store(told, [*range(8), 9, 9, 9, 9])
+    admit(told, [*range(8), 9, 9])
+    read = told.read().reuse
+    assert (read.num_expected, read.hit_rate_at(1.0)) == (2, 1.0)
 
 
 def test_lives_of_blocks_are_measured_from_stored_to_evicted() -> None:

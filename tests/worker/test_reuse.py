@@ -131,6 +131,18 @@ def test_a_reset_forgets_the_blocks_and_keeps_what_was_measured() -> None:
     reuse.look_up(prompt)
     assert reuse.read().hit_rate_at(8.0) == 0.0
     assert reuse.read().distances.num_observed == 8
+    reuse.look_up(prompt)
+    assert reuse.read().hit_rate_at(0.5) == pytest.approx(4 / 12), "no older block is in between"
+
+
+def test_storing_what_was_looked_up_changes_no_order() -> None:
+    reuse = ReuseDistances(8)
+    prompt = [key(index) for index in range(4)]
+    reuse.look_up(prompt)
+    for block in prompt:
+        reuse.store(block)
+    reuse.look_up(prompt[:1])
+    assert reuse.read().hit_rate_at(0.125) == pytest.approx(1 / 5), "the head is the most recent"
 
 
 def test_nothing_is_expected_of_nothing() -> None:
