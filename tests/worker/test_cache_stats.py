@@ -165,6 +165,15 @@ def test_reuse_is_of_full_blocks_of_prompts_that_read_the_cache_and_of_what_is_s
     admit(told, [*range(8), 9, 9])
     read = told.read().reuse
     assert (read.num_expected, read.hit_rate_at(1.0)) == (2, 1.0)
+    told.admitted(
+        hashes=hashes(range(12)),
+        token_ids=range(12),
+        num_prompt_tokens=8,
+        num_cached_tokens=0,
+        namespace=namespace(),
+        bypassed=False,
+    )
+    assert told.read().reuse.num_expected == 4, "generated tokens are not looked up"
 
 
 def test_lives_of_blocks_are_measured_from_stored_to_evicted() -> None:

@@ -121,6 +121,8 @@ def test_what_is_tracked_is_bounded() -> None:
     for number in range(2000):
         reuse.look_up([key((number, index)) for index in range(100)])
     assert len(reuse._used) == len(reuse._order) == 100
+    reuse.clear()
+    assert len(reuse._used) == len(reuse._order) == 0
 
 
 def test_a_reset_forgets_the_blocks_and_keeps_what_was_measured() -> None:
