@@ -112,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
     def find(self, holder: Holder) -> list[int]:
         namespace = NAMESPACES[holder.namespace]
         keys = block_hashes(holder.token_ids, parent=namespace.root(), block_size=SIZE)
-        return self.pool.match(keys, holder.token_ids, namespace=namespace)
+        return list(self.pool.match(keys, holder.token_ids, namespace=namespace).blocks)
 
     @rule(
         target=holders,

@@ -13,7 +13,7 @@ import pytest
 from kvway_core.blocks import BlockHash, Namespace, block_hashes, event_hash
 from kvway_core.errors import InvariantViolated, OutOfBlocks
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvway_worker.block_pool import BlockContent, BlockPool
+from kvway_worker.block_pool import BlockContent, BlockPool, Match
 
 NAMESPACE = Namespace("m", block_size=4)
 PROMPT = list(range(12))
@@ -35,7 +35,8 @@ def publish(pool: BlockPool, table: Sequence[int], tokens: Sequence[int]) -> lis
 
 
 def match(pool: BlockPool, tokens: Sequence[int], namespace: Namespace = NAMESPACE) -> list[int]:
-    return pool.match(hashes(tokens, namespace), tokens, namespace=namespace)
+    found = pool.match(hashes(tokens, namespace), tokens, namespace=namespace)
+    return list(found.blocks)
 
 
 def holding(num_blocks: int, tokens: Sequence[int]) -> tuple[BlockPool, list[int]]:
@@ -203,14 +204,14 @@ def forged(
 def test_a_hash_that_is_equal_for_other_tokens_is_a_miss() -> None:
     pool, _ = holding(4, PROMPT)
     key = hashes(PROMPT)
-    assert pool.match(key, [7, *PROMPT[1:]], namespace=NAMESPACE) == []
-    assert pool.match(key, [*PROMPT[:4], 7, *PROMPT[5:]], namespace=NAMESPACE) == [0]
+    assert pool.match(key, [7, *PROMPT[1:]], namespace=NAMESPACE) == Match()
+    assert pool.match(key, [*PROMPT[:4], 7, *PROMPT[5:]], namespace=NAMESPACE) == Match((0,))
 
 
 def test_a_hash_that_is_equal_in_another_namespace_is_a_miss() -> None:
     pool, _ = holding(4, PROMPT)
     other = Namespace("m", block_size=4, cache_salt="tenant b")
-    assert pool.match(hashes(PROMPT), PROMPT, namespace=other) == []
+    assert pool.match(hashes(PROMPT), PROMPT, namespace=other) == Match()
 
 
 def test_a_hash_that_is_equal_after_another_parent_is_a_miss() -> None:
@@ -220,8 +221,8 @@ def test_a_hash_that_is_equal_after_another_parent_is_a_miss() -> None:
     pool.publish(other, forged(other_hash, NAMESPACE, (5, 5, 5, 5)))
     pool.commit()
     keys = [other_hash, hashes(PROMPT)[1]]
-    assert pool.match(keys, [5, 5, 5, 5, *PROMPT[4:8]], namespace=NAMESPACE) == [other]
-    assert table[1] not in pool.match(keys, [5, 5, 5, 5, *PROMPT[4:8]], namespace=NAMESPACE)
+    found = pool.match(keys, [5, 5, 5, 5, *PROMPT[4:8]], namespace=NAMESPACE)
+    assert found == Match((other,)) != Match(tuple(table))
 
 
 def test_content_whose_hash_is_taken_by_other_content_is_not_published() -> None:
@@ -326,7 +327,7 @@ def test_a_stored_event_continues_from_its_parent() -> None:
 
 
 def _lose_a_block(pool: BlockPool) -> None:
-    pool._blank.pop()
+    pool._free._blank.pop()
 
 
 def _hold_a_free_block(pool: BlockPool) -> None:
@@ -334,7 +335,7 @@ def _hold_a_free_block(pool: BlockPool) -> None:
 
 
 def _forget_content(pool: BlockPool) -> None:
-    pool._contents[next(iter(pool._cached))] = None
+    pool._contents[pool.tier("probation")[0]] = None
 
 
 def _forget_in_map(pool: BlockPool) -> None:
@@ -342,11 +343,11 @@ def _forget_in_map(pool: BlockPool) -> None:
 
 
 def _pending_nobody_holds(pool: BlockPool) -> None:
-    pool._pending[next(iter(pool._cached))] = None
+    pool._pending[pool.tier("probation")[0]] = None
 
 
 def _evict_head_first(pool: BlockPool) -> None:
-    pool._cached.move_to_end(0, last=False)
+    pool._free._tiers["probation"].move_to_end(0, last=False)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def _evict_head_first(pool: BlockPool) -> None:
         (_hold_a_free_block, "1: every block is in exactly one place"),
         (_forget_content, "2: blank blocks have no content"),
         (_forget_in_map, "3: the map holds exactly"),
-        (_pending_nobody_holds, "4: pending content is in referenced blocks"),
+        (_pending_nobody_holds, "4: pending and ephemeral content is in"),
         (_evict_head_first, "5: the parent 0 of block 1 outlives it"),
     ],
 )

@@ -217,7 +217,7 @@ def test_hits_are_looked_up_at_admission_and_not_at_arrival() -> None:
     )
     for _ in run(bench.scheduler, bench.engine):
         pass
-    assert (waits.cached_tokens, late.cached_tokens) == (0, 32)
+    assert (waits.cached_tokens, late.cached_tokens) == (0, 40)
     assert waits.output_token_ids == answer(range(48), 3)
 
 

@@ -20,7 +20,7 @@ from tests.worker.batching import (
 
 
 def test_prefill_shares_what_is_common_and_reuses_in_order() -> None:
-    """Replays vLLM's test_prefill."""
+    """Replays vLLM's test_prefill; the longest partial tail stays too, as new as its prefix."""
     bench = Bench(10)
     first = request("0", COMMON + [3] * 7, max_tokens=9)
     assert first_step_table(bench, first) == [0, 1, 2, 3]
@@ -33,15 +33,16 @@ def test_prefill_shares_what_is_common_and_reuses_in_order() -> None:
     assert bench.pool.num_free == 5
     bench.abort(first)
     bench.abort(second)
-    assert bench.pool.free_order() == [4, 3, 5, 6, 7, 8, 9, 2, 1, 0]
+    assert bench.pool.free_order() == [4, 5, 6, 7, 8, 9, 3, 2, 1, 0]
     third = request("2", COMMON + [3] * 6, max_tokens=9)
     assert first_step_table(bench, third) == [0, 1, 2, 4]
+    assert third.cached_tokens == 53
     assert bench.pool.num_free == 6
     bench.abort(third)
     last = request("3", [99] * 160)
     bench.add(last)
     plan = bench.scheduler.plan()
-    assert plan.rows[0].block_table == (4, 3, 5, 6, 7, 8, 9, 2, 1, 0)
+    assert plan.rows[0].block_table == (4, 5, 6, 7, 8, 9, 3, 2, 1, 0)
     assert last.cached_tokens == 0
     assert bench.pool.num_free == 0
 
@@ -64,7 +65,7 @@ def test_decode_takes_a_block_only_when_the_last_is_full() -> None:
 
 
 def test_evict_takes_the_tail_of_the_oldest_first() -> None:
-    """Replays vLLM's test_evict."""
+    """Replays vLLM's test_evict; the partial tail, block 5, counts as content."""
     bench = Bench(10)
     first = request("0", range(87), max_tokens=9)
     assert len(first_step_table(bench, first)) == 6
@@ -72,11 +73,11 @@ def test_evict_takes_the_tail_of_the_oldest_first() -> None:
     assert len(first_step_table(bench, second)) == 3
     assert bench.pool.num_free == 1
     bench.abort(first)
-    assert bench.pool.free_order() == [5, 9, 4, 3, 2, 1, 0]
+    assert bench.pool.free_order() == [9, 5, 4, 3, 2, 1, 0]
     bench.abort(second)
-    assert bench.pool.free_order() == [5, 9, 4, 3, 2, 1, 0, 8, 7, 6]
+    assert bench.pool.free_order() == [9, 5, 4, 3, 2, 1, 0, 8, 7, 6]
     third = request("2", range(35), max_tokens=9)
-    assert first_step_table(bench, third) == [0, 1, 5]
+    assert first_step_table(bench, third) == [0, 1, 9]
     assert bench.pool.num_free == 7
 
 
@@ -88,7 +89,7 @@ def test_a_block_that_is_reused_loses_its_content() -> None:
     second = request("1", range(15), max_tokens=1)
     bench.finish(second)
     assert second.cached_tokens == 0
-    assert bench.pool.num_cached == 0
+    assert bench.pool.committed() == {}
 
 
 def test_a_request_that_hits_evicts_another_block_than_the_hit() -> None:
@@ -158,12 +159,16 @@ def test_twins_in_one_step_compute_what_they_share_once() -> None:
 
 
 def test_p23_an_answer_is_cached_for_the_next_turn() -> None:
-    """Replays vLLM's test_prefix_caching_for_multi_turn: 300 mod 16 tokens are computed."""
+    """As vLLM's test_prefix_caching_for_multi_turn, where 300 mod 16 tokens are computed.
+
+    Here the partial tail is copied, and only the last token of the answer, which was never fed
+    back, is left.
+    """
     bench = Bench(40)
     first = request("0", range(100), max_tokens=200)
     bench.finish(first)
     bench.add(request("1", first.token_ids))
-    assert bench.step() == {"1": 12}
+    assert bench.step() == {"1": 1}
 
 
 @pytest.mark.parametrize(("budget", "expected"), [(1024, [800, 224]), (820, [800, 20])])
@@ -234,8 +239,8 @@ def test_p40_statistics_count_a_request_once_however_often_it_is_tried() -> None
     assert counters.prefix_cache_hits - hits == 32
 
 
-def test_p10_the_worked_example_loses_no_cached_block() -> None:
-    """Ten blocks of four: today's order of vLLM frees 6-4-7-8-9-3-2-5-1-0, and so does this."""
+def test_p10_the_worked_example_gives_away_the_oldest() -> None:
+    """Ten blocks of four: vLLM frees 6-4-7-8-9-3-2-5-1-0; here tails 4 and 6 stay as content."""
     bench = Bench(10, block_size=4)
     prompt = list(range(15))
     first = request("0", prompt, block_size=4, max_tokens=6)
@@ -248,8 +253,8 @@ def test_p10_the_worked_example_loses_no_cached_block() -> None:
     assert second.block_table == [0, 1, 5, 6]
     bench.abort(first)
     bench.abort(second)
-    assert bench.pool.free_order() == [6, 4, 7, 8, 9, 3, 2, 5, 1, 0]
+    assert bench.pool.free_order() == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
     third = request("2", [*prompt[:12], *range(80, 97)], block_size=4, max_tokens=1)
     bench.add(third)
-    assert bench.scheduler.plan().rows[0].block_table == (0, 1, 2, 6, 4, 7, 8, 9)
-    assert bench.pool.num_evictions == 0
+    assert bench.scheduler.plan().rows[0].block_table == (0, 1, 2, 7, 8, 9, 4, 3)
+    assert bench.pool.num_evictions == 2

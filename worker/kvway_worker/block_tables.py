@@ -8,11 +8,16 @@ shared_blocks                  2: 6        block 6 holds what 9 will hold after 
                                            the step is done, 6 takes its place and 9 is free
 
 [0, num_published_blocks) the pool knows what these hold
+
+A block is shared in three ways: its content is found (all of it), its first rows are copied (the
+beginning of it), or it is forked (both have it until one writes, and that one copies it first).
 """
 
 from __future__ import annotations
 
-from kvway_worker.block_pool import BlockContent, BlockPool
+from kvway_core.blocks import Namespace
+from kvway_core.errors import InvariantViolated
+from kvway_worker.block_pool import BlockContent, BlockPool, Match, Tail, TailContent
 from kvway_worker.sequence import Sequence
 from kvway_worker.step import Copy
 
@@ -22,16 +27,23 @@ class BlockTables:
 
     Args:
         pool: Where the blocks are from.
+
+    Invariants:
+        1. A sequence only ever writes blocks that nobody else holds and that have no content.
     """
 
-    __slots__ = ("_pool",)
+    __slots__ = ("_copying", "_pool")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        self._copying: set[Sequence] = set()
 
     def num_uncached(self, seq: Sequence) -> int:
         """Returns how many tokens would have to be computed if the sequence began now."""
-        return max(1, seq.num_tokens - len(self._match(seq)) * self._pool.block_size)
+        found = self._match(seq)
+        num_copied = found.tail.num_tokens if found.tail else 0
+        num_cached = len(found.blocks) * self._pool.block_size + num_copied
+        return max(1, seq.num_tokens - num_cached)
 
     def open(self, seq: Sequence, budget: int) -> tuple[Copy, ...] | None:
         """Gives a sequence the cached blocks of its prefix, and room for its next tokens.
@@ -47,41 +59,106 @@ class BlockTables:
             the known tokens fit now.
         """
         pool, size = self._pool, self._pool.block_size
-        hits = self._match(seq)
+        found = self._match(seq)
+        hits, tail, shared = found.blocks, found.tail, None
         if len(hits) * size == seq.num_tokens:
             # Fully cached: one token is still computed to know the next one, on a copy of the
             # last block, because a shared block is never written. What is pending cannot be
-            # copied yet, and where there is no room for a copy there is room to compute the block.
-            last = hits[-1]
-            if size > 1 and not pool.is_pending(last) and pool.can_allocate(1, hits=hits):
-                (own,) = pool.allocate(1, hits=hits)
-                seq.block_table = [*hits[:-1], own]
-                seq.shared_blocks = {len(hits) - 1: last}
-                seq.num_published_blocks = len(hits) - 1
-                seq.num_computed_tokens = seq.num_tokens - 1
-                return ((last, own, size - 1),)
-            hits = hits[:-1]
-        if not pool.can_allocate(self._num_blocks(seq.num_tokens) - len(hits), hits=hits):
+            # copied yet.
+            *rest, shared = hits
+            hits = tuple(rest)
+            tail = None if size == 1 or pool.is_pending(shared) else Tail(shared, size - 1)
+        num_new = self._num_blocks(seq.num_tokens) - len(hits)
+        if tail is not None and not pool.can_allocate(num_new, hits=(*hits, tail.block_id)):
+            tail = None  # where there is no room for the source there may be to compute it
+        if tail is None and not pool.can_allocate(num_new, hits=hits):
             return None
-        num_cached = len(hits) * size
+        num_cached = len(hits) * size + (tail.num_tokens if tail else 0)
         end = min(seq.num_tokens, num_cached + budget)
-        seq.block_table = hits + pool.allocate(self._num_blocks(end) - len(hits), hits=hits)
+        is_whole = tail is not None and tail.block_id == shared
+        new = pool.allocate(
+            self._num_blocks(end) - len(hits),
+            hits=found.blocks if is_whole else hits,
+            source=tail.block_id if tail and not is_whole else None,
+            ephemeral=seq.ephemeral,
+            again=seq.cached_tokens is not None,
+        )
+        seq.block_table = [*hits, *new]
         seq.num_published_blocks = len(hits)
         seq.num_computed_tokens = num_cached
-        return ()
+        if tail is None:
+            return ()
+        if is_whole:
+            seq.shared_blocks = {len(hits): tail.block_id}
+        self._copying.add(seq)
+        return ((tail.block_id, new[0], tail.num_tokens),)
 
     def extend(self, seq: Sequence, end: int) -> tuple[Copy, ...] | None:
-        """Makes room for the tokens [0, end).
+        """Makes room for the tokens [0, end), of which those not computed are to be written.
+
+        A block that others hold or may find is copied first.
 
         Returns:
             The copies to make before the step. None, and nothing has changed, when the pool does
             not have the blocks.
         """
-        num_new = self._num_blocks(end) - len(seq.block_table)
-        if not self._pool.can_allocate(num_new):
+        pool, size = self._pool, self._pool.block_size
+        first, num_rows = divmod(seq.num_computed_tokens, size)
+        copies = bool(num_rows) and not self._is_own(seq.block_table[first])
+        num_new = max(0, self._num_blocks(end) - len(seq.block_table))
+        if not pool.can_allocate(num_new + copies):
             return None
+        new = pool.allocate(num_new + copies)
+        if not copies:
+            seq.block_table += new
+            return ()
+        source, own = seq.block_table[first], new[0]
+        seq.block_table[first] = own
+        seq.block_table += new[1:]
+        pool.free((source,))
+        self._copying.add(seq)
+        return ((source, own, num_rows),)
+
+    def reserve(self, seq: Sequence, end: int) -> bool:
+        """Makes room for drafts up to `end`, behind what `extend` or `open` gave in this step.
+
+        Nothing is copied: these rows begin behind others that are written in the same step.
+
+        Returns:
+            False, and nothing has changed, when the pool does not have the blocks.
+        """
+        num_new = max(0, self._num_blocks(end) - len(seq.block_table))
+        if not self._pool.can_allocate(num_new):
+            return False
         seq.block_table += self._pool.allocate(num_new)
-        return ()
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Gives a sequence the blocks of another one that has computed the same prompt.
+
+        The last block may be partly filled; who writes it while others hold it copies it first.
+
+        Args:
+            parent: A sequence between two steps.
+            child: One without blocks, of the same prompt and namespace.
+
+        Raises:
+            InvariantViolated: If the parent has not computed the prompt, or the child holds
+                blocks; nothing has changed then.
+        """
+        num_tokens = child.num_prompt_tokens
+        if parent.num_computed_tokens < num_tokens or child.block_table or parent.shared_blocks:
+            raise InvariantViolated(
+                f"{child.request_id!r} cannot fork from {parent.request_id!r}: "
+                f"{parent.num_computed_tokens} of {num_tokens} tokens are computed, and it holds "
+                f"{len(child.block_table)} blocks"
+            )
+        child.block_table = parent.block_table[: self._num_blocks(num_tokens)]
+        for block in child.block_table:
+            self._pool.touch(block, ephemeral=child.ephemeral)
+        child.num_computed_tokens = num_tokens
+        num_full = num_tokens // self._pool.block_size
+        child.num_published_blocks = min(parent.num_published_blocks, num_full)
 
     def publish(self, seq: Sequence, end: int) -> None:
         """Publishes the full blocks of [0, end) that are not yet.
@@ -97,26 +174,35 @@ class BlockTables:
                     own,
                     BlockContent(
                         block_hash=seq.chain.hashes[index],
-                        parent=seq.shared_or_own(index - 1) if index else seq.namespace,
+                        parent=self._parent(seq, index),
                         token_ids=tuple(seq.token_ids[index * size : (index + 1) * size]),
                     ),
+                    ephemeral=seq.ephemeral,
                 )
                 if found is None:
                     return
                 if found != own:
-                    self._pool.touch(found)
+                    self._pool.touch(found, ephemeral=seq.ephemeral)
                     seq.shared_blocks[index] = found
             seq.num_published_blocks = index + 1
 
     def take_shared(self, seq: Sequence) -> None:
-        """Replaces blocks that duplicate content by the ones that are found for it."""
+        """Ends a step that was computed: copies are made, duplicates give way to what is found."""
+        self._copying.discard(seq)
         for index, shared in seq.shared_blocks.items():
             self._pool.free((seq.block_table[index],))
             seq.block_table[index] = shared
         seq.shared_blocks = {}
 
     def close(self, seq: Sequence) -> None:
-        """Frees a request's blocks, each shared one just before the block that it replaces."""
+        """Frees a request's blocks, each shared one just before the block that it replaces.
+
+        What is computed of its last block stays in the pool, unless the request is ephemeral or
+        the rows that it begins with are still to be copied.
+        """
+        if seq not in self._copying and not seq.ephemeral:
+            self._keep_tail(seq)
+        self._copying.discard(seq)
         held: list[int] = []
         for index, block in enumerate(seq.block_table):
             held.append(block)
@@ -128,8 +214,26 @@ class BlockTables:
         seq.num_computed_tokens = 0
         seq.num_published_blocks = 0
 
-    def _match(self, seq: Sequence) -> list[int]:
+    def _keep_tail(self, seq: Sequence) -> None:
+        size = self._pool.block_size
+        index, num_rows = divmod(seq.num_computed_tokens, size)
+        if num_rows and index <= seq.num_published_blocks:
+            tokens = tuple(seq.token_ids[index * size : seq.num_computed_tokens])
+            content = TailContent(self._parent(seq, index), tokens)
+            self._pool.keep_tail(seq.block_table[index], content)
+
+    def _match(self, seq: Sequence) -> Match:
+        if seq.params.prompt_logprobs is not None:
+            return Match()
         return self._pool.match(seq.chain.hashes, seq.token_ids, namespace=seq.namespace)
+
+    def _parent(self, seq: Sequence, index: int) -> int | Namespace:
+        """Returns the block before block `index`, as it is when the step is done."""
+        return seq.shared_or_own(index - 1) if index else seq.namespace
+
+    def _is_own(self, block: int) -> bool:
+        """Says whether nobody else holds a block or can find it."""
+        return self._pool.num_references(block) == 1 and self._pool.content(block) is None
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
