@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 
 import pytest
-from typing_extensions import override
 
 from kvway_core.clock import SystemClock
 from kvway_core.errors import (
@@ -18,109 +16,15 @@ from kvway_core.errors import (
     Overloaded,
     ShuttingDown,
 )
-from kvway_core.events import AllBlocksCleared, BlockStored, KVEvent
+from kvway_core.events import AllBlocksCleared, BlockStored
 from kvway_worker.block_pool import BlockPool
-from kvway_worker.engine import EngineLoop, TokenOut
+from kvway_worker.engine import EngineLoop
 from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Sequence
 from kvway_worker.sim import CostModel, SimEngine
-from kvway_worker.step import StepPlan, StepResult
-from tests.worker.batching import AuditedSim, Replay, answer, request
+from tests.worker.batching import Replay, answer, request
+from tests.worker.looping import LoopWorker, tokens, worker
 
 PROMPT = range(40)
-
-
-class Controlled(AuditedSim):
-    """Waits at a gate before each step, and raises in the steps of requests named in `poison`.
-
-    All of its steps raise what `broken` is set to.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        super().__init__(pool)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = threading.Semaphore(0)
-        self.poison: set[str] = set()
-        self.mute: set[str] = set()
-        self.broken: BaseException | None = None
-
-    @override
-    def execute(self, plan: StepPlan) -> StepResult:
-        self.entered.release()
-        self.gate.wait()
-        if self.broken is not None:
-            raise self.broken
-        if any(row.seq.request_id in self.poison for row in plan.rows):
-            raise RuntimeError("out of memory")
-        sampled = super().execute(plan).sampled
-        return StepResult({key: s for key, s in sampled.items() if key not in self.mute})
-
-    @override
-    def close(self) -> None:
-        super().close()
-        self.gate.set()
-
-    async def step_begins(self) -> None:
-        """Waits until one more step is at the gate or through it."""
-        await asyncio.to_thread(self.entered.acquire)
-
-
-class Worker:
-    """A loop and what it is made of."""
-
-    def __init__(
-        self,
-        *,
-        num_blocks: int = 100,
-        max_num_seqs: int = 8,
-        budget: int = 512,
-        max_waiting: int = 100,
-    ) -> None:
-        self.pool = BlockPool(num_blocks, 16)
-        self.engine = Controlled(self.pool)
-        self.scheduler = Scheduler(
-            self.pool,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=1000,
-        )
-        self.events: list[KVEvent] = []
-        self.loop = EngineLoop(
-            self.engine,
-            self.scheduler,
-            clock=SystemClock(),
-            max_waiting=max_waiting,
-            debug_invariants=True,
-            on_kv_events=self.events.extend,
-        )
-
-    async def ask(self, seq: Sequence) -> list[TokenOut]:
-        async with aclosing(self.loop.generate(seq)) as parts:
-            return [part async for part in parts]
-
-    def start(self, seq: Sequence) -> asyncio.Task[list[TokenOut]]:
-        """Sends a request; whoever calls this awaits the task."""
-        return asyncio.create_task(self.ask(seq))
-
-
-@asynccontextmanager
-async def worker(
-    *,
-    num_blocks: int = 100,
-    max_num_seqs: int = 8,
-    budget: int = 512,
-    max_waiting: int = 100,
-) -> AsyncIterator[Worker]:
-    made = Worker(
-        num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, max_waiting=max_waiting
-    )
-    async with made.loop:
-        yield made
-
-
-def tokens(parts: list[TokenOut]) -> list[int]:
-    return [part.token_id for part in parts if part.token_id is not None]
 
 
 async def test_answers_are_those_of_a_request_alone() -> None:
@@ -142,11 +46,11 @@ async def test_answers_are_those_of_a_request_alone() -> None:
 async def test_the_second_request_says_what_it_found_in_the_cache() -> None:
     async with worker() as w:
         first = await w.ask(request("0", PROMPT, max_tokens=3))
-        second = await w.ask(request("1", [*PROMPT, 7], max_tokens=3))
+        second = await w.ask(request("1", [*range(32), *[99] * 9], max_tokens=3))
         assert [part.cached_tokens for part in first] == [0, 0, 0]
-        assert [part.cached_tokens for part in second] == [40, 40, 40]
+        assert [part.cached_tokens for part in second] == [32, 32, 32]
         load = w.loop.load()
-        assert (load.prefix_cache_queries, load.prefix_cache_hits) == (81, 40)
+        assert (load.prefix_cache_queries, load.prefix_cache_hits) == (81, 32)
         assert load.generated_tokens == 6
         assert load.num_steps == 6
         assert load.step_time_s > 0
@@ -433,7 +337,7 @@ async def test_closing_interrupts_a_long_step() -> None:
 
 
 async def test_a_loop_that_never_started_closes_too() -> None:
-    made = Worker()
+    made = LoopWorker()
     asked = made.start(request("0", PROMPT))
     await asyncio.sleep(0)
     await made.loop.close()

@@ -186,12 +186,12 @@ class EngineLoop:
         with self._wake:
             commands = (*self._taken, *self._inbox)
             load = self._load
-        new = [command.streams[0].seq for command in commands if isinstance(command, _Add)]
+        new = [command.streams for command in commands if isinstance(command, _Add)]
         return dataclasses.replace(
             load,
-            num_waiting=load.num_waiting + len(new),
+            num_waiting=load.num_waiting + sum(map(len, new)),
             waiting_uncached_tokens=load.waiting_uncached_tokens
-            + sum(seq.num_uncached_tokens for seq in new),
+            + sum(streams[0].seq.num_uncached_tokens for streams in new),
         )
 
     async def close(self) -> None:

@@ -1,0 +1,113 @@
+"""An engine loop with its real thread, scheduler and pool; the engine is told when to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterable
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from typing_extensions import override
+
+from kvway_core.clock import Clock, SystemClock
+from kvway_core.events import KVEvent
+from kvway_worker.block_pool import BlockPool
+from kvway_worker.engine import EngineLoop, TokenOut, TokenStream
+from kvway_worker.scheduler import Scheduler
+from kvway_worker.sequence import Sequence
+from kvway_worker.step import StepPlan, StepResult
+from tests.worker.batching import AuditedSim
+
+
+class Controlled(AuditedSim):
+    """Waits at a gate before each step, and raises in the steps of requests named in `poison`.
+
+    All of its steps raise what `broken` is set to.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        super().__init__(pool)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Semaphore(0)
+        self.poison: set[str] = set()
+        self.mute: set[str] = set()
+        self.broken: BaseException | None = None
+
+    @override
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.entered.release()
+        self.gate.wait()
+        if self.broken is not None:
+            raise self.broken
+        if any(row.seq.request_id in self.poison for row in plan.rows):
+            raise RuntimeError("out of memory")
+        sampled = super().execute(plan).sampled
+        return StepResult({key: s for key, s in sampled.items() if key not in self.mute})
+
+    @override
+    def close(self) -> None:
+        super().close()
+        self.gate.set()
+
+    async def step_begins(self) -> None:
+        """Waits until one more step is at the gate or through it."""
+        await asyncio.to_thread(self.entered.acquire)
+
+
+class LoopWorker:
+    """A loop and what it is made of."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 100,
+        max_num_seqs: int = 8,
+        budget: int = 512,
+        max_waiting: int = 100,
+        clock: Clock | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, 16)
+        self.engine = Controlled(self.pool)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=1000,
+        )
+        self.events: list[KVEvent] = []
+        self.loop = EngineLoop(
+            self.engine,
+            self.scheduler,
+            clock=clock or SystemClock(),
+            max_waiting=max_waiting,
+            debug_invariants=True,
+            on_kv_events=self.events.extend,
+        )
+
+    async def ask(self, seq: Sequence) -> list[TokenOut]:
+        async with aclosing(self.loop.generate(seq)) as parts:
+            return [part async for part in parts]
+
+    def start(self, seq: Sequence) -> asyncio.Task[list[TokenOut]]:
+        """Sends a request; whoever calls this awaits the task."""
+        return asyncio.create_task(self.ask(seq))
+
+
+@asynccontextmanager
+async def worker(**options: Any) -> AsyncIterator[LoopWorker]:
+    """Runs a loop; takes what LoopWorker takes."""
+    made = LoopWorker(**options)
+    async with made.loop:
+        yield made
+
+
+async def rest(stream: TokenStream) -> list[TokenOut]:
+    """Reads a stream to its end."""
+    return [part async for part in stream]
+
+
+def tokens(parts: Iterable[TokenOut]) -> list[int]:
+    """The tokens of an answer."""
+    return [part.token_id for part in parts if part.token_id is not None]
