@@ -28,6 +28,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="rewrite the files under tests/golden instead of comparing with them",
     )
+    parser.addoption(
+        "--fault-steps",
+        type=int,
+        default=500,
+        help="steps of the scheduler's long random life; 20000 by hand",
+    )
+    parser.addoption("--fault-seed", type=int, default=0, help="its seed")
 
 
 @pytest.fixture

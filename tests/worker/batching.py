@@ -10,12 +10,13 @@ from typing_extensions import override
 from kvway_core.blocks import BlockHash, Namespace
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvway_worker.block_pool import BlockPool
-from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
 from kvway_worker.scheduler import Scheduler
 from kvway_worker.sequence import Chain, Status
 from kvway_worker.sequence import Sequence as Request
-from kvway_worker.sim import SimEngine, fingerprints, next_token
+from kvway_worker.sim import PRINTABLE_ASCII, SimEngine, fingerprints, next_token
 from kvway_worker.step import SeqOutput, StepPlan, StepResult
+from kvway_worker.waiting import AGEING, QueueOrder
 
 BLOCK_SIZE = 16
 
@@ -54,12 +55,27 @@ def request(
     )
 
 
-def answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
+FEW_WORDS = (97, 98, 99)
+"""Answers of so few different tokens often repeat themselves: drafts get accepted."""
+
+
+def answer(
+    prompt: Sequence[int], num_tokens: int, *, answer_ids: Sequence[int] = PRINTABLE_ASCII
+) -> list[int]:
     """What a SimEngine says to a prompt: computed with no blocks, no batch and no cache."""
     known = list(prompt)
     for _ in range(num_tokens):
-        known.append(next_token(known))
+        known.append(next_token(known, answer_ids))
     return known[len(prompt) :]
+
+
+def prompt_logprobs_of(prompt: Sequence[int]) -> list[TokenLogprobs]:
+    """What an AuditedSim gives for a prompt's tokens, from the second one on."""
+    states = islice(fingerprints(prompt), 1, None)
+    return [
+        TokenLogprobs(token, -float(state % 1000), 1)
+        for token, state in zip(prompt[1:], states, strict=False)
+    ]
 
 
 class OneHash:
@@ -84,8 +100,10 @@ class AuditedSim(SimEngine):
     row, read through its block table, is that of its own tokens, from the first on.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
-        super().__init__(num_blocks=pool.num_blocks, block_size=pool.block_size)
+    def __init__(self, pool: BlockPool, *, answer_ids: Sequence[int] = PRINTABLE_ASCII) -> None:
+        super().__init__(
+            num_blocks=pool.num_blocks, block_size=pool.block_size, answer_ids=answer_ids
+        )
         self._pool = pool
         self.num_steps = 0
 
@@ -100,12 +118,17 @@ class AuditedSim(SimEngine):
         for block in written:
             assert self._pool.content(block) is None or self._pool.is_pending(block), "shared"
         result = super().execute(plan)
+        prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         for row in plan.rows:
             end = row.start + row.num_tokens
-            own = list(islice(fingerprints(row.seq.token_ids[:end]), 1, None))
+            tokens = [*row.seq.token_ids[: row.start], *row.token_ids]
+            own = list(islice(fingerprints(tokens), 1, None))
             assert [self._kv[self._slot(row, position)] for position in range(end)] == own
+            if row.wants_prompt_logprobs:
+                expected = prompt_logprobs_of(row.seq.prompt_token_ids)
+                prompt_logprobs[row.seq.request_id] = tuple(expected[row.start : end])
         self.num_steps += 1
-        return result
+        return StepResult(result.sampled, prompt_logprobs)
 
 
 def step(scheduler: Scheduler, engine: SimEngine) -> tuple[StepPlan, list[SeqOutput]]:
@@ -183,6 +206,11 @@ class Bench:
         max_num_seqs: int = 16,
         budget: int = 8192,
         prefix_caching: bool = True,
+        queue_order: QueueOrder = "arrival",
+        ageing: float = AGEING,
+        num_drafts: int = 0,
+        draft_min_match: int = 1,
+        answer_ids: Sequence[int] = PRINTABLE_ASCII,
     ) -> None:
         self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(
@@ -190,8 +218,12 @@ class Bench:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=100_000,
+            queue_order=queue_order,
+            ageing=ageing,
+            num_drafts=num_drafts,
+            draft_min_match=draft_min_match,
         )
-        self.engine = AuditedSim(self.pool)
+        self.engine = AuditedSim(self.pool, answer_ids=answer_ids)
 
     def add(self, *seqs: Request) -> None:
         for seq in seqs:

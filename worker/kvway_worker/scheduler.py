@@ -1,12 +1,13 @@
 """Which tokens of which requests the next step computes. Pure: no clock, no threads, no tensors.
 
 One rule: every request catches up from its computed tokens to its known tokens, within a budget
-of tokens per step. Prompts, chunks of prompts, cache hits and generated tokens are all this
-arithmetic.
+of tokens per step. Prompts, chunks of prompts, cache hits, drafts and generated tokens are all
+this arithmetic.
 
     waiting ──admit──> running ──stop, length──> finished
-       ▲                  │
-       └───── preempt ────┘   newest first; hashes and arrival are kept
+       ▲                │   │
+       └─── preempt ────┘   └──prompt computed──> its forks run, on the same blocks
+       last of the running first; hashes and arrival are kept
 
 A step is `plan`, then either `commit` with the sampled tokens or `fail`. Between the two nothing
 else may be planned; requests may be added and aborted at any time.
@@ -14,79 +15,105 @@ else may be planned; requests may be added and aborted at any time.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
-
-from kvway_core.errors import ContextLengthExceeded, InvalidRequest, InvariantViolated
+from kvway_core.errors import InvariantViolated
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.block_tables import BlockTables
+from kvway_worker.counters import Counters
+from kvway_worker.drafts import Drafter
+from kvway_worker.limits import Limits
+from kvway_worker.planning import Planner
+from kvway_worker.requests import Requests
 from kvway_worker.sequence import FinishReason, Sequence, Status
-from kvway_worker.step import Copy, Row, Sampled, SeqOutput, StepPlan, StepResult
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start.
-
-    Attributes:
-        prefix_cache_queries: Prompt tokens looked up; once per request.
-        prefix_cache_hits: Prompt tokens whose KV was reused; once per request.
-        generated_tokens: Tokens sampled.
-        preemptions: Times a request lost its blocks and waited again.
-    """
-
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
+from kvway_worker.step import Row, Sampled, SeqOutput, StepPlan, StepResult
+from kvway_worker.waiting import AGEING, QueueOrder, WaitingQueue
 
 
 class Scheduler:
-    """Continuous batching over a block pool, first come, first served.
+    """Continuous batching over a block pool.
+
+    Running requests come first, by priority and arrival; then waiting ones are admitted in the
+    order of `WaitingQueue`. A request whose prefix is being computed waits until it is there.
 
     Args:
         pool: The blocks.
         max_num_seqs: Requests in one step at most.
         max_num_batched_tokens: Tokens in one step at most, at least `max_num_seqs`.
         max_model_len: Tokens of prompt and answer at most.
+        queue_order: Who of a priority gets in first: as in `WaitingQueue`.
+        ageing: As in `WaitingQueue`; without meaning for the order of arrival.
+        num_drafts: Tokens that are guessed and checked per request and step at most; 0 for none.
+        draft_min_match: Tokens that must have occurred before what they are thought to precede.
+
+    Raises:
+        ValueError: If a number is out of range.
 
     Invariants:
         1. A step computes at most `max_num_batched_tokens` tokens of `max_num_seqs` requests.
-        2. While there is a request there is something to compute: the oldest running request is
+        2. While there is a request there is something to compute: the first running request is
            never preempted, and whatever is accepted fits alone.
-        3. `running` is in order of arrival; at most its last request has more than one token to
-           catch up with.
+        3. `running` is ordered by priority and arrival, and each of them computes at least a
+           token in each step. At most one has more than one token to catch up with.
         4. The references of the pool are exactly the blocks of running requests.
+        5. Whoever has a row in a plan keeps its blocks through that plan: victims are taken from
+           the end, behind all rows.
+        6. A fork that has not begun holds nothing; its request has a place for it, and has not
+           computed its prompt.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
         pool: BlockPool,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        queue_order: QueueOrder = "shortest",
+        ageing: float = AGEING,
+        num_drafts: int = 0,
+        draft_min_match: int = 4,
     ) -> None:
-        if not 1 <= max_num_seqs <= max_num_batched_tokens:
-            raise ValueError(
-                f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({max_num_seqs}), and that at least 1"
-            )
+        self.limits = Limits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+        )
         self.pool = pool
-        self._tables = BlockTables(pool)
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
         self.counters = Counters()
-        self._waiting: OrderedDict[str, Sequence] = OrderedDict()
-        self._running: list[Sequence] = []
+        self._tables = BlockTables(pool)
+        self._drafter = Drafter(num_drafts, min_match=draft_min_match)
+        self._waiting = WaitingQueue(order=queue_order, ageing=ageing)
+        self._requests = Requests(
+            self._tables, self._waiting, self.counters, max_num_seqs=max_num_seqs
+        )
+        self._running = self._requests.running
+        self._planner = Planner(
+            self.limits, self._tables, self._requests, self._drafter, self.counters
+        )
         self._in_flight: StepPlan | None = None
         self._num_plans = 0
+        self._work = 0
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests in one step at most."""
+        return self.limits.max_num_seqs
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens in one step at most."""
+        return self.limits.max_num_batched_tokens
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of prompt and answer at most."""
+        return self.limits.max_model_len
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a place."""
-        return len(self._waiting)
+        """Requests that wait for a place, or as forks for the prompt to be computed."""
+        return self._requests.num_waiting
 
     @property
     def num_running(self) -> int:
@@ -101,9 +128,9 @@ class Scheduler:
     def waiting_uncached_tokens(self) -> int:
         """Returns how many tokens are known, not cached and not yet computed.
 
-        A waiting request counts with what the cache lacked when it came or was preempted.
+        A waiting request counts with what the cache lacked when it was last looked up.
         """
-        waiting = sum(seq.num_uncached_tokens for seq in self._waiting.values())
+        waiting = sum(seq.num_uncached_tokens for seq in self._waiting)
         return waiting + sum(
             seq.num_tokens - seq.num_computed_tokens
             for seq in self._running
@@ -111,66 +138,39 @@ class Scheduler:
         )
 
     def validate(self, seq: Sequence) -> None:
-        """Refuses what can never run. Reads only limits, so any thread may call it.
-
-        Raises:
-            ContextLengthExceeded: If prompt and answer do not fit the context or the pool.
-            InvalidRequest: If no token is asked for.
-            ValueError: If the sequence was made for another block size.
-        """
-        if seq.namespace.block_size != self.pool.block_size:
-            raise ValueError(
-                f"sequence of block size {seq.namespace.block_size} in a pool of "
-                f"{self.pool.block_size}"
-            )
-        if seq.params.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
-        wanted = seq.num_prompt_tokens + seq.params.max_tokens
-        what = (
-            f"The prompt has {seq.num_prompt_tokens} tokens and {seq.params.max_tokens} more are "
-            f"asked for, together {wanted}"
-        )
-        if wanted > self.max_model_len:
-            raise ContextLengthExceeded(
-                f"{what}; the context has {self.max_model_len}. Shorten one of them."
-            )
-        # The last token of an answer is never fed back, so its KV needs no place.
-        capacity = self.pool.num_blocks * self.pool.block_size
-        if wanted - 1 > capacity:
-            raise ContextLengthExceeded(
-                f"{what}; the KV cache of this worker holds {capacity}. Shorten one of them."
-            )
+        """Refuses what can never run, as `Limits.validate`. Any thread may call it."""
+        self.limits.validate(seq)
 
     def add(self, seq: Sequence) -> None:
-        """Queues a request behind all others.
+        """Queues a request; its forks come with it.
 
         Raises:
             ContextLengthExceeded: As `validate`.
-            InvalidRequest: As `validate`, or if a request of this id has not ended.
+            InvalidRequest: As `validate`, or if a request of one of these ids has not ended.
             ValueError: As `validate`.
         """
         self.validate(seq)
-        if self._find(seq.request_id) is not None:
-            raise InvalidRequest(
-                f"A request with the id {seq.request_id!r} is running; use another id.",
-                param="request_id",
-            )
-        seq.num_uncached_tokens = self._tables.num_uncached(seq)
-        self._waiting[seq.request_id] = seq
+        self._requests.add(seq, work=self._work)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now and frees its blocks; says whether there was one.
 
-        During a step, what the step still writes is dropped unless another request shares it.
+        During a step, what the step still writes is dropped unless another request shares it. If
+        the request has forks that have not begun, the first of them takes its place: in the queue
+        where it was, or at the front if it ran.
         """
-        seq = self._find(request_id)
+        seq = self._requests.find(request_id)
         if seq is None:
             return False
-        self._end(seq, Status.ABORTED)
+        self._drafter.forget(seq)
+        self._requests.abort(seq)
         return True
 
-    def plan(self) -> StepPlan:
+    def plan(self, now_s: float = 0.0) -> StepPlan:
         """Decides the next step: running requests first, then admits waiting ones in order.
+
+        Args:
+            now_s: The time, for the statistics of the cache; it decides nothing.
 
         Returns:
             The step; without rows when there is nothing to do, and then it is not to be committed.
@@ -181,31 +181,13 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise InvariantViolated(f"step {self._in_flight.step_id} has not ended")
+        _ = now_s
         self._num_plans += 1
-        rows: list[Row] = []
-        copies: list[Copy] = []
-        budget = self.max_num_batched_tokens
-        for seq in tuple(self._running):
-            if not budget:
-                break
-            grown = self._grow(seq, budget) if seq.status is Status.RUNNING else None
-            if grown is None:
-                break  # whoever lost its blocks is the newest: nobody comes after it
-            copies += grown
-            rows.append(self._row(seq, budget))
-            budget -= rows[-1].num_tokens
-        # After a preemption nobody gets in: the victim is first in line and needs what it lost.
-        while budget and self._waiting and len(self._running) < self.max_num_seqs:
-            seq = next(iter(self._waiting.values()))
-            copy = self._admit(seq, budget)
-            if copy is None:
-                break
-            copies += copy
-            rows.append(self._row(seq, budget))
-            budget -= rows[-1].num_tokens
-        plan = StepPlan(self._num_plans, tuple(rows), tuple(copies))
-        if rows:
+        step = self._planner.plan()
+        plan = StepPlan(self._num_plans, tuple(step.rows), tuple(step.copies))
+        if plan.rows:
             self._in_flight = plan
+            self._work += plan.num_tokens
         elif self.has_work:
             raise InvariantViolated(
                 f"2: {self.num_waiting} requests wait and none can run; "
@@ -221,7 +203,8 @@ class Scheduler:
             result: What the engine gave for it.
 
         Returns:
-            The new tokens of each row that sampled and whose request was not aborted meanwhile.
+            The new tokens of each request that got some and was not aborted meanwhile, those of
+            one request together and in order. Tokens behind one that ends an answer are dropped.
 
         Raises:
             InvariantViolated: If the plan is not the one in flight or a token is missing; nothing
@@ -234,142 +217,129 @@ class Scheduler:
         rows = [row for row in plan.rows if row.seq.status is Status.RUNNING]
         for row in rows:
             self._tables.take_shared(row.seq)
-            row.seq.num_computed_tokens = row.start + row.num_tokens
+            row.seq.num_computed_tokens = row.end - row.num_drafts
+            logprobs = result.prompt_logprobs.get(row.seq.request_id, ())
+            row.seq.add_prompt_logprobs(row.start, logprobs)
         self.pool.commit()
-        return [
-            output
-            for row in rows
-            for seq in row.sampling
-            for output in self._accept(seq, result.sampled[seq.request_id])
-        ]
+        outputs = [output for row in rows for output in self._answer(row, result)]
+        self.pool.commit()  # the blocks that accepted drafts filled
+        for row in rows:
+            self._tell_waiting(row)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._end(output.seq, Status.FINISHED)
+        return outputs
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """Ends every request of a step that could not be computed; what was pending is dropped.
 
         Returns:
-            The requests that failed; those aborted meanwhile are not among them.
+            The requests that failed, and behind each its forks that had not begun; those aborted
+            meanwhile are not among them.
 
         Raises:
             InvariantViolated: If the plan is not the one in flight.
         """
         self._check_in_flight(plan)
         self._in_flight = None
-        failed = [row.seq for row in plan.rows if row.seq.status is Status.RUNNING]
-        for seq in failed:
+        rows = [row for row in plan.rows if row.seq.status is Status.RUNNING]
+        failed = [seq for row in rows for seq in (row.seq, *row.seq.forks)]
+        for seq in reversed(failed):
             self._end(seq, Status.FAILED)
         return failed
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached content, unless a request holds blocks; says whether it did."""
-        return self.pool.reset()
+    def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
+        """Forgets all cached content, unless a request holds blocks; says whether it did.
+
+        Args:
+            reset_running: Preempt whoever holds blocks, so that it does. They come back in their
+                order and say the same; a token of a step under way is sampled again.
+
+        Raises:
+            InvariantViolated: If nobody runs and blocks are held.
+        """
+        if reset_running:
+            for seq in tuple(reversed(self._running)):
+                self._requests.preempt(seq)
+        if not self.pool.reset():
+            if not self._running:
+                raise InvariantViolated(f"4: nobody runs; {self.pool.num_referenced} blocks held")
+            return False
+        for seq in tuple(self._waiting):
+            self._waiting.recount(seq, self._tables.num_uncached(seq))
+        return True
 
     def check_invariants(self) -> None:
-        """Checks the pool's invariants and that its references are the running requests' blocks.
+        """Checks the pool's invariants, the queue's and those of the class.
 
         Raises:
             InvariantViolated: If the books do not add up.
+
+        Complexity:
+            O(blocks + requests).
         """
         self.pool.check_invariants()
+        self._requests.check_invariants()
         held = [0] * self.pool.num_blocks
         for seq in self._running:
             for block in (*seq.block_table, *seq.shared_blocks.values()):
                 held[block] += 1
-        for seq in self._waiting.values():
-            if seq.block_table or seq.shared_blocks:
-                raise InvariantViolated(f"waiting request {seq.request_id!r} holds blocks")
         if held != [self.pool.num_references(block) for block in range(self.pool.num_blocks)]:
             raise InvariantViolated(f"4: requests hold {held}; {self.pool.free_order()} are free")
-        if self._in_flight is None and self.pool.num_pending:
-            raise InvariantViolated(f"{self.pool.num_pending} blocks are pending between steps")
-        behind = [seq for seq in self._running if seq.num_tokens - seq.num_computed_tokens > 1]
-        if self._in_flight is None and behind not in ([], self._running[-1:]):
-            raise InvariantViolated(f"3: {len(behind)} requests are behind, not only the newest")
+        if self._in_flight is None:
+            behind = [seq.num_tokens - seq.num_computed_tokens for seq in self._running]
+            if sum(num > 1 for num in behind) > 1 or min(behind, default=1) < 1:
+                raise InvariantViolated(f"3: requests are {behind} tokens behind")
+            if self.pool.num_pending:
+                raise InvariantViolated(f"{self.pool.num_pending} blocks pending between steps")
 
-    def _find(self, request_id: str) -> Sequence | None:
-        waiting = self._waiting.get(request_id)
-        if waiting is not None:
-            return waiting
-        return next((seq for seq in self._running if seq.request_id == request_id), None)
+    # --- results ----------------------------------------------------------------------------
 
-    def _grow(self, seq: Sequence, budget: int) -> tuple[Copy, ...] | None:
-        """Gives a running request blocks for its next tokens, at the expense of the newest.
-
-        Returns:
-            The copies its row needs; None when the request itself was the newest and lost its
-            blocks.
-        """
-        end = min(seq.num_tokens, seq.num_computed_tokens + budget)
-        while (copies := self._tables.extend(seq, end)) is None:
-            victim = self._running[-1]
-            self._preempt(victim)
-            if victim is seq:
-                return None
-        return copies
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Frees a request's blocks, hashes kept, and puts it at the front of the queue."""
-        self._running.remove(seq)
-        self._tables.close(seq)
-        seq.status = Status.WAITING
-        seq.num_uncached_tokens = self._tables.num_uncached(seq)
-        self._waiting[seq.request_id] = seq
-        self._waiting.move_to_end(seq.request_id, last=False)
-        self.counters.preemptions += 1
-
-    def _admit(self, seq: Sequence, budget: int) -> tuple[Copy, ...] | None:
-        """Moves a waiting request into the batch if all of its known tokens fit.
-
-        Returns:
-            The copies its first row needs, None when it does not fit now.
-        """
-        copies = self._tables.open(seq, budget)
-        if copies is None:
-            return None
-        del self._waiting[seq.request_id]
-        self._running.append(seq)
-        seq.status = Status.RUNNING
-        if seq.cached_tokens is None:
-            seq.cached_tokens = seq.num_computed_tokens
-            self.counters.prefix_cache_queries += seq.num_prompt_tokens
-            self.counters.prefix_cache_hits += seq.cached_tokens
-        return copies
-
-    def _row(self, seq: Sequence, budget: int) -> Row:
-        """Schedules a request's next tokens and publishes the blocks that they fill."""
-        start = seq.num_computed_tokens
-        end = min(seq.num_tokens, start + budget)
-        self._tables.publish(seq, end)
-        return Row(
-            seq=seq,
-            start=start,
-            num_tokens=end - start,
-            token_ids=tuple(seq.token_ids[start:end]),
-            block_table=tuple(seq.block_table),
-            sampling=(seq,) if end == seq.num_tokens else (),
-        )
+    def _answer(self, row: Row, result: StepResult) -> list[SeqOutput]:
+        """Appends the new tokens of a row's request and of the forks that begin with it."""
+        seq = row.seq
+        outputs: list[SeqOutput] = []
+        for one in row.sampling:
+            if one is not seq:
+                if one not in seq.forks:
+                    continue  # aborted meanwhile
+                self._requests.begin_fork(seq, one)
+            outputs += self._accept(one, result.sampled[one.request_id])
+        if row.num_drafts:
+            self.counters.num_accepted += len(result.sampled[seq.request_id].token_ids) - 1
+            # All but the last of the new tokens are computed: what they fill can be found.
+            seq.num_computed_tokens = seq.num_tokens - 1
+            self._tables.publish(seq, seq.num_computed_tokens)
+            self._tables.take_shared(seq)
+        return outputs
 
     def _accept(self, seq: Sequence, sampled: Sampled) -> list[SeqOutput]:
-        """Appends a sampled token and ends the request if it was the last one."""
-        (token_id,) = sampled.token_ids
-        seq.append(token_id)
-        self.counters.generated_tokens += 1
-        reason: FinishReason | None = None
-        if token_id in seq.params.stop_token_ids:
-            reason = "stop"
-        elif seq.num_output_tokens >= seq.params.max_tokens:
-            reason = "length"
-        if reason is not None:
-            self._end(seq, Status.FINISHED)
-        return [SeqOutput(seq, token_id, reason)]
+        """Appends sampled tokens up to the one that ends the answer, if one does."""
+        outputs: list[SeqOutput] = []
+        for index, token_id in enumerate(sampled.token_ids):
+            seq.append(token_id)
+            self.counters.generated_tokens += 1
+            reason: FinishReason | None = None
+            if token_id in seq.params.stop_token_ids:
+                reason = "stop"
+            elif seq.num_output_tokens >= seq.params.max_tokens:
+                reason = "length"
+            logprobs = sampled.logprobs[index] if sampled.logprobs else None
+            outputs.append(SeqOutput(seq, token_id, reason, logprobs))
+            if reason is not None:
+                break
+        return outputs
+
+    def _tell_waiting(self, row: Row) -> None:
+        """Moves up those in the queue that begin with the blocks that a row filled."""
+        first = row.start // self.pool.block_size
+        end = row.seq.num_computed_tokens // self.pool.block_size
+        if end > first and self._waiting and self.pool.prefix_caching:
+            self._waiting.computed(row.seq.chain.hashes[:end], first)
 
     def _end(self, seq: Sequence, status: Status) -> None:
-        """Takes a request out, wherever it is, and frees its blocks."""
-        if seq.status is Status.WAITING:
-            del self._waiting[seq.request_id]
-        else:
-            self._running.remove(seq)
-        self._tables.close(seq)
-        seq.status = status
+        self._drafter.forget(seq)
+        self._requests.end(seq, status)
 
     def _check_in_flight(self, plan: StepPlan) -> None:
         if plan is not self._in_flight:

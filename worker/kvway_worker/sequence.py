@@ -171,6 +171,14 @@ class Sequence:
         self.token_ids.append(token_id)
         self.chain.extend((token_id,))
 
+    def add_prompt_logprobs(self, start: int, logprobs: TokenIds[TokenLogprobs]) -> None:
+        """Takes in those of the prompt tokens from position `start` + 1 on.
+
+        What is computed again, after a preemption, is the same and takes the same place.
+        """
+        end = min(start + len(logprobs), self.num_prompt_tokens - 1)
+        self.prompt_logprobs[start:end] = logprobs[: end - start]
+
     def shared_or_own(self, index: int) -> int:
         """Returns the block that holds block `index` once the step is done."""
         return self.shared_blocks.get(index, self.block_table[index])

@@ -97,9 +97,9 @@ class SimEngine:
             self._kv[target * size : target * size + num_tokens] = self._kv[start:end]
         sampled: dict[str, Sampled] = {}
         for row in plan.rows:
-            state = self._compute(row)
+            chosen = Sampled(self._verified(row, self._compute(row)))
             for seq in row.sampling:
-                sampled[seq.request_id] = Sampled((_choose(state, self._answer_ids),))
+                sampled[seq.request_id] = chosen
         if self._closed.wait(self._costs.step_s(plan)):
             raise ShuttingDown("The engine is closed.")
         return StepResult(sampled)
@@ -108,13 +108,23 @@ class SimEngine:
         """Ends the engine; a step that waits raises at once."""
         self._closed.set()
 
-    def _compute(self, row: Row) -> int:
-        """Writes the fingerprints of a row's tokens and returns the last one."""
-        state = self._kv[self._slot(row, row.start - 1)] if row.start else 0
-        for position, token in enumerate(row.token_ids, start=row.start):
-            state = _mix(state, token)
+    def _compute(self, row: Row) -> list[int]:
+        """Writes and returns the fingerprints of a row's tokens."""
+        before = self._kv[self._slot(row, row.start - 1)] if row.start else 0
+        states = list(accumulate(row.token_ids, _mix, initial=before))[1:]
+        for position, state in enumerate(states, start=row.start):
             self._kv[self._slot(row, position)] = state
-        return state
+        return states
+
+    def _verified(self, row: Row, states: Sequence[int]) -> tuple[int, ...]:
+        """Returns the drafts that are what comes next, and the token that comes behind them."""
+        first = row.num_tokens - row.num_drafts
+        chosen: list[int] = []
+        for state, draft in zip(states[first - 1 :], (*row.token_ids[first:], None), strict=True):
+            chosen.append(_choose(state, self._answer_ids))
+            if chosen[-1] != draft:
+                break
+        return tuple(chosen)
 
     def _slot(self, row: Row, position: int) -> int:
         block, offset = divmod(position, self.block_size)

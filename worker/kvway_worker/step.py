@@ -81,9 +81,13 @@ class StepPlan:
         return sum(row.num_tokens for row in self.rows if row.is_prefill)
 
     def missing(self, result: StepResult) -> list[str]:
-        """Returns the requests whose next token a result must have and lacks."""
-        ids = (seq.request_id for row in self.rows for seq in row.sampling)
-        return [request_id for request_id in ids if request_id not in result.sampled]
+        """Returns the requests for which a result lacks a token, or has more than it may."""
+        return [
+            seq.request_id
+            for row in self.rows
+            for seq in row.sampling
+            if not 1 <= result.num_sampled(seq.request_id) <= 1 + row.num_drafts
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +115,11 @@ class StepResult:
 
     sampled: Mapping[str, Sampled]
     prompt_logprobs: Mapping[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+    def num_sampled(self, request_id: str) -> int:
+        """Returns how many tokens a request got."""
+        sampled = self.sampled.get(request_id)
+        return 0 if sampled is None else len(sampled.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
