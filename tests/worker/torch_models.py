@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kvway_core.blocks import Namespace
 from kvway_core.testing.byte_model import write_byte_model
 from kvway_worker.block_pool import BlockPool
-from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
 from kvway_worker.scheduler import Scheduler
 from kvway_worker.sequence import Sequence as Request
+from kvway_worker.step import StepPlan
 from kvway_worker.torch_engine import TorchEngine
 
 TINY: Mapping[str, Any] = {
@@ -62,10 +64,19 @@ def generate(folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int) ->
 
 
 class Driver:
-    """Runs requests to their end: the engine's loop without its thread."""
+    """Runs requests to their end: the engine's loop without its thread.
+
+    Attributes:
+        logprobs: Request id -> those of its answer so far, if it asks for them.
+    """
 
     def __init__(
-        self, engine: TorchEngine, *, max_num_batched_tokens: int = 2048, max_num_seqs: int = 16
+        self,
+        engine: TorchEngine,
+        *,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 16,
+        num_drafts: int = 0,
     ) -> None:
         self.engine = engine
         self.pool = BlockPool(engine.num_blocks, engine.block_size)
@@ -74,7 +85,10 @@ class Driver:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=engine.max_model_len,
+            num_drafts=num_drafts,
+            draft_min_match=1,
         )
+        self.logprobs: defaultdict[str, list[TokenLogprobs]] = defaultdict(list)
         self._num_requests = 0
 
     def add(
@@ -82,24 +96,22 @@ class Driver:
         prompt: Sequence[int],
         max_tokens: int,
         *,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        seed: int = 0,
+        forks: Sequence[SamplingParams] = (),
+        **params: Any,
     ) -> Request:
-        self._num_requests += 1
-        request = Request(
-            f"request-{self._num_requests}",
-            prompt,
-            params=SamplingParams(max_tokens, temperature=temperature, top_p=top_p, seed=seed),
-            namespace=Namespace("tiny", block_size=self.engine.block_size),
+        request = self._request(
+            prompt, SamplingParams(max_tokens, **params), [self._request(prompt, p) for p in forks]
         )
         self.scheduler.add(request)
         return request
 
-    def step(self) -> None:
+    def step(self) -> StepPlan:
         plan = self.scheduler.plan()
-        self.scheduler.commit(plan, self.engine.execute(plan))
+        for output in self.scheduler.commit(plan, self.engine.execute(plan)):
+            if output.logprobs is not None:
+                self.logprobs[output.seq.request_id].append(output.logprobs)
         self.scheduler.check_invariants()
+        return plan
 
     def finish(self) -> None:
         while self.scheduler.has_work:
@@ -111,3 +123,15 @@ class Driver:
         self.finish()
         assert request.cached_tokens is not None
         return request.output_token_ids, request.cached_tokens
+
+    def _request(
+        self, prompt: Sequence[int], params: SamplingParams, forks: Sequence[Request] = ()
+    ) -> Request:
+        self._num_requests += 1
+        return Request(
+            f"request-{self._num_requests}",
+            prompt,
+            params=params,
+            namespace=Namespace("tiny", block_size=self.engine.block_size),
+            forks=forks,
+        )
