@@ -160,6 +160,7 @@ async def test_two_failures_and_a_success_are_not_three_failures() -> None:
             else:
                 await w.ask(request(name, PROMPT))
         assert w.loop.failed is None
+        assert w.engine.num_steps == 1, "nothing was probed"
 
 
 async def test_an_engine_that_fails_its_probe_too_is_given_up() -> None:
@@ -305,6 +306,23 @@ async def test_reset_says_no_while_a_request_runs() -> None:
         assert not await reset
         await first
         assert await w.loop.reset_prefix_cache()
+
+
+async def test_reset_of_running_requests_lets_them_begin_again() -> None:
+    """P35: they are preempted, and say the same."""
+    async with worker() as w:
+        w.engine.gate.clear()
+        first = w.start(request("0", PROMPT, max_tokens=5))
+        await w.engine.step_begins()
+        reset = asyncio.create_task(w.loop.reset_prefix_cache(reset_running=True))
+        await asyncio.sleep(0)
+        w.engine.gate.set()
+        assert await reset
+        assert any(isinstance(event, AllBlocksCleared) for event in w.events)
+        parts = await first
+        assert tokens(parts) == answer(PROMPT, 5)
+        assert {part.cached_tokens for part in parts} == {0}
+        assert w.loop.load().preemptions == 1
 
 
 async def test_closing_ends_running_waiting_and_new_requests() -> None:

@@ -196,6 +196,16 @@ async def test_a_reader_that_waits_goes_on_when_somebody_closes_its_stream() -> 
         assert await nobody_holds_blocks(w)
 
 
+async def test_what_was_not_read_when_a_stream_is_closed_is_never_read() -> None:
+    async with worker() as w:
+        (stream,) = w.loop.submit(request("a", PROMPT, max_tokens=3))
+        await anext(stream)
+        await w.loop.reset_prefix_cache()  # behind it there is more to read
+        await stream.aclose()
+        assert await rest(stream) == []
+        assert await rest(stream) == []
+
+
 async def test_closing_twice_or_after_the_end_is_nothing_special() -> None:
     async with worker() as w:
         (stream,) = w.loop.submit(request("a", PROMPT))
@@ -272,6 +282,20 @@ async def test_times_are_measured_between_handing_over_place_first_token_and_end
         assert (spans.decode_s.total, spans.decode_s.num_observed) == (0.0, 2)
         assert (spans.prompt_tokens.total, spans.generation_tokens.total) == (80, 3)
         assert (spans.step_tokens.total, spans.step_tokens.num_observed) == (81, 3)
+
+
+async def test_forks_wait_and_prefill_as_long_as_their_request() -> None:
+    clock = FakeClock()
+    async with worker(clock=clock) as w:
+        w.engine.gate.clear()
+        streams = w.loop.submit(forked("a", 3))
+        await w.engine.step_begins()
+        clock.advance(1.0)
+        w.engine.gate.set()
+        await ends(streams)
+        spans = w.loop.load().spans
+        assert (spans.queue_s.num_observed, spans.queue_s.total) == (3, 0.0)
+        assert (spans.prefill_s.num_observed, spans.prefill_s.total) == (3, 3.0)
 
 
 async def test_a_failed_request_has_no_length_and_an_aborted_one_has() -> None:

@@ -172,14 +172,19 @@ class EngineLoop:
             self._post(_Abort(stream))
         return True
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
         """Forgets all cached content, unless a request holds blocks; says whether it did.
+
+        Args:
+            reset_running: Let running requests give their blocks back first and compute them
+                again, so that it does.
 
         Raises:
             EngineFailed: If the engine was given up.
             ShuttingDown: If the loop is closed.
         """
-        return await self._ask(self._stepper.scheduler.reset_prefix_cache)
+        reset = self._stepper.scheduler.reset_prefix_cache
+        return await self._ask(partial(reset, reset_running=reset_running))
 
     def load(self) -> EngineLoad:
         """Returns how busy the engine is, as of the last step and what was handed over since."""

@@ -107,7 +107,7 @@ class Stepper:
     def plan(self) -> StepPlan:
         """Decides the next step; without rows when there is nothing to do."""
         now_s = self._clock.monotonic()
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(now_s)
         for row in plan.rows:
             if self._live[row.seq.request_id].scheduled_s is None:
                 for seq in (row.seq, *row.seq.forks):
