@@ -4,7 +4,7 @@
     |- ConfigError            start-up only; lists every problem at once; exit code 2
     |- RequestError           the client's request is at fault; never retried
     |  |- InvalidRequest 400, ContextLengthExceeded 400, ModelNotFound 404, NotFound 404
-    |  |- MethodNotAllowed 405, RequestTimeout 408, PayloadTooLarge 413
+    |  |- MethodNotAllowed 405, RequestTimeout 408, PinQuotaExceeded 409, PayloadTooLarge 413
     |  `- UnsupportedMediaType 415
     |- ClientDisconnected     499: nobody is left to answer; logged, never sent
     |- DeadlineExceeded       504
@@ -118,6 +118,13 @@ class RequestTimeout(RequestError):
 
     code = "request_timeout"
     http_status = 408
+
+
+class PinQuotaExceeded(RequestError):
+    """More prefixes, or longer ones, are to be pinned than the worker keeps room for."""
+
+    code = "pin_quota_exceeded"
+    http_status = 409
 
 
 class PayloadTooLarge(RequestError):

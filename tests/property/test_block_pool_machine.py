@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 
 from kvway_core.blocks import Namespace, block_hashes, event_hash
 from kvway_core.errors import OutOfBlocks
-from kvway_worker.block_pool import BlockContent, BlockPool
+from kvway_worker.block_content import BlockContent
+from kvway_worker.block_pool import BlockPool
 from tests.worker.batching import Replay
 
 pytestmark = pytest.mark.property

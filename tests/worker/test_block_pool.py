@@ -13,7 +13,8 @@ import pytest
 from kvway_core.blocks import BlockHash, Namespace, block_hashes, event_hash
 from kvway_core.errors import InvariantViolated, OutOfBlocks
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvway_worker.block_pool import BlockContent, BlockPool, Match
+from kvway_worker.block_content import BlockContent, Match
+from kvway_worker.block_pool import BlockPool
 
 NAMESPACE = Namespace("m", block_size=4)
 PROMPT = list(range(12))
@@ -335,15 +336,15 @@ def _hold_a_free_block(pool: BlockPool) -> None:
 
 
 def _forget_content(pool: BlockPool) -> None:
-    pool._contents[pool.tier("probation")[0]] = None
+    pool._contents.forget(pool.tier("probation")[0])
 
 
 def _forget_in_map(pool: BlockPool) -> None:
-    pool._map.popitem()
+    pool._contents._map.popitem()
 
 
 def _pending_nobody_holds(pool: BlockPool) -> None:
-    pool._pending[pool.tier("probation")[0]] = None
+    pool._contents._pending[pool.tier("probation")[0]] = None
 
 
 def _evict_head_first(pool: BlockPool) -> None:
@@ -355,9 +356,9 @@ def _evict_head_first(pool: BlockPool) -> None:
     [
         (_lose_a_block, "1: every block is in exactly one place"),
         (_hold_a_free_block, "1: every block is in exactly one place"),
-        (_forget_content, "2: blank blocks have no content"),
+        (_forget_content, "2: cached blocks have content"),
         (_forget_in_map, "3: the map holds exactly"),
-        (_pending_nobody_holds, "4: pending and ephemeral content is in"),
+        (_pending_nobody_holds, "2: pending and ephemeral content is in"),
         (_evict_head_first, "5: the parent 0 of block 1 outlives it"),
     ],
 )

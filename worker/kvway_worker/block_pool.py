@@ -16,82 +16,33 @@ A block's content is published in two steps. While the step that computes it is 
 *pending*: requests of the same step may share it. It is *committed* when the step's result is in.
 Pending content goes with the last reference, so that a writer that fails or is aborted leaves
 nothing to be found. *Ephemeral* content goes with the last reference too, unless a request that is
-not ephemeral has used it.
+not ephemeral, or a pin, has claimed it.
 
 A *tail* is a partly filled block that its request left behind. It has no hash and nobody holds it;
 its first rows can be copied, as can those of any other block, when a prompt begins that way.
 
-A hash only finds a block. A hit also needs the same parent block and the same tokens, up to a
-first block of the same namespace, so a collision costs a miss and never an answer.
+`contents` says what is in the blocks, `eviction` keeps the free ones in order, `pins` says which
+are to stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import Final
 
-from kvway_core.blocks import BlockHash, Namespace, event_hash
+from kvway_core.blocks import BlockHash, Namespace
 from kvway_core.errors import InvariantViolated, OutOfBlocks
-from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvway_worker.children import Children, Parent
-from kvway_worker.eviction import FreeBlocks, Tier
+from kvway_core.events import KVEvent
+from kvway_worker.block_content import BlockContent, Match, TailContent
+from kvway_worker.cache_stats import CacheStats
+from kvway_worker.contents import Contents
+from kvway_worker.eviction import TIERS, FreeBlocks, Tier
+from kvway_worker.pins import PinInfo, Pins
+from kvway_worker.pool_checks import PoolState
+from kvway_worker.pool_events import PoolEvents
 
-HITS_TO_PROTECT = 2
+HITS_TO_PROTECT: Final = 2
 """Requests that hit a block, after the one that computed it, before it is protected."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockContent:
-    """What a full block holds.
-
-    Attributes:
-        block_hash: Its place in the chain.
-        parent: Id of the block before it; the namespace for a first block.
-        token_ids: Its tokens.
-    """
-
-    block_hash: BlockHash
-    parent: Parent
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TailContent:
-    """What a partly filled block holds that its request left behind.
-
-    Attributes:
-        parent: Id of the block before it; the namespace for a first block.
-        token_ids: Its tokens, at least one and fewer than a block has.
-    """
-
-    parent: Parent
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """Rows that can be copied.
-
-    Attributes:
-        block_id: A committed block or a tail.
-        num_tokens: So many of its first tokens are the next ones of the prompt.
-    """
-
-    block_id: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """What the pool has of a prompt.
-
-    Attributes:
-        blocks: Blocks that hold its beginning, in order.
-        tail: What can be copied of the block behind them. It always leaves a token to compute.
-    """
-
-    blocks: tuple[int, ...] = ()
-    tail: Tail | None = None
 
 
 class BlockPool:
@@ -101,64 +52,76 @@ class BlockPool:
         num_blocks: Blocks there are, ids 0 to num_blocks - 1.
         block_size: Tokens per block.
         prefix_caching: False makes every lookup a miss and publishes nothing.
+        force_miss: Every lookup is a miss although all is published: for comparing cold with warm.
+        pin_quota: Share of the blocks that pins may keep, 0 to 1.
+
+    Attributes:
+        stats: Told of every block that is stored, hit and gone.
+        evictions: Blocks whose content was given up for other content, by tier.
 
     Invariants:
         1. Every block is either free (blank or cached) or referenced; free + referenced = total.
-        2. Blank blocks have no content, cached ones are tails or have committed content.
-        3. The map holds exactly the blocks with content; no two blocks have the same hash.
-        4. Pending and ephemeral content is in referenced blocks only.
-        5. The parent of a block with content has content, committed if the block's is, not
-           ephemeral unless the block's is; it was hit at least as often; it is referenced if the
-           block is, and evicted later: what stays is always a usable prefix. The same is true for
-           the parent of a tail.
-        6. `children` has exactly the committed blocks that are not ephemeral, and the tails. No
-           tail is the beginning of another child of its parent.
+        2. Blank blocks are empty, cached ones are tails or have committed content. Pending and
+           ephemeral content is in referenced blocks only, tails are in free ones only.
+        3. The contents, the free blocks and the pins keep their own invariants.
+        4. A cached block is in `pinned` exactly if a pin holds it, and in `protected` only if it
+           was hit HITS_TO_PROTECT times; pinned content is committed and not ephemeral.
+        5. The parent of a block outlives it: it was hit at least as often, it is referenced if
+           the block is, and evicted later. What stays is always a usable prefix.
 
-    The parent is evicted later because every request that holds a block holds its parent, so the
-    parent comes back at the same time or later; and it never goes into an earlier tier, as every
-    hit of a block is one of its parent.
+    The parent is evicted later because every request that holds a block holds its parent, so that
+    the parent comes back at the same time or later; and because it never goes into an earlier
+    tier, as every hit of a block is one of its parent, and every pin of a block holds its parent.
 
     Complexity:
-        Every operation is O(blocks it names); a tail and a commit add O(log n) for the n
-        children of one parent.
+        Every operation is O(blocks it names); commit and tails add O(log n) for the n children of
+        one parent.
     """
 
     __slots__ = (
-        "_children",
         "_contents",
-        "_ephemeral",
         "_events",
+        "_force_miss",
         "_free",
         "_hits",
-        "_map",
-        "_pending",
+        "_pins",
         "_refs",
-        "_tails",
         "block_size",
+        "evictions",
         "num_blocks",
-        "num_evictions",
         "prefix_caching",
+        "stats",
     )
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        force_miss: bool = False,
+        pin_quota: float = 0.25,
+    ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
                 f"a pool needs blocks and tokens in them, got {num_blocks} of {block_size}"
             )
+        if not 0 <= pin_quota <= 1:
+            raise ValueError(f"pin_quota is a share of the pool, 0 to 1, got {pin_quota}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
-        self.num_evictions = 0
+        self.stats = CacheStats(num_blocks=num_blocks, block_size=block_size)
+        self.evictions: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+        self._force_miss = force_miss
         self._refs = [0] * num_blocks
         self._hits = [0] * num_blocks
-        self._contents: list[BlockContent | None] = [None] * num_blocks
-        self._map: dict[BlockHash, int] = {}
-        self._tails: dict[int, TailContent] = {}
-        self._children = Children()
-        self._pending: dict[int, None] = {}
-        self._ephemeral: set[int] = set()
+        self._contents = Contents(num_blocks, block_size)
         self._free = FreeBlocks(num_blocks)
-        self._events: list[KVEvent] = []
+        self._pins = Pins(int(pin_quota * num_blocks))
+        self._events = PoolEvents(block_size)
+
+    # --- what is there ------------------------------------------------------------------------
 
     @property
     def num_free(self) -> int:
@@ -176,13 +139,28 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     @property
+    def num_pinned(self) -> int:
+        """Blocks that a pin holds, free or referenced."""
+        return len(self._pins)
+
+    @property
     def num_pending(self) -> int:
         """Blocks published in the current step and not yet committed."""
-        return len(self._pending)
+        return len(self._contents.pending)
+
+    @property
+    def num_evictions(self) -> int:
+        """Blocks whose content was given up for other content."""
+        return sum(self.evictions.values())
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether a lookup can find anything."""
+        return self.prefix_caching and not self._force_miss
 
     def is_pending(self, block_id: int) -> bool:
         """Says whether the block's content is published but not yet computed."""
-        return block_id in self._pending
+        return self._contents.is_pending(block_id)
 
     def num_references(self, block_id: int) -> int:
         """Returns how many references are held on a block."""
@@ -198,15 +176,19 @@ class BlockPool:
 
     def content(self, block_id: int) -> BlockContent | None:
         """Returns what is known of a full block's content, None when nothing is published."""
-        return self._contents[block_id]
+        return self._contents.get(block_id)
 
     def tail(self, block_id: int) -> TailContent | None:
         """Returns what a tail holds, None for any other block."""
-        return self._tails.get(block_id)
+        return self._contents.tails.get(block_id)
 
     def committed(self) -> dict[BlockHash, int]:
-        """Returns a copy of the map of findable, computed blocks: hash -> block id."""
-        return {key: block for key, block in self._map.items() if block not in self._pending}
+        """Returns the findable, computed blocks: hash -> block id."""
+        return {
+            content.block_hash: block
+            for block, content in self._contents
+            if not self._contents.is_pending(block)
+        }
 
     def match(
         self, hashes: Sequence[BlockHash], token_ids: Sequence[int], *, namespace: Namespace
@@ -221,32 +203,18 @@ class BlockPool:
             token_ids: The tokens.
             namespace: What else their KV depends on.
         """
-        blocks: list[int] = []
-        parent: Parent = namespace
-        size = self.block_size
-        start = 0
-        for block_hash in hashes:
-            found = self._map.get(block_hash)
-            if found is None:
-                break
-            content = self._contents[found]
-            tokens = tuple(token_ids[start : start + size])
-            if content is None or content.parent != parent or content.token_ids != tokens:
-                break
-            blocks.append(found)
-            parent = found
-            start += size
-        most = len(token_ids) - start - 1
-        near = self._children.nearest(parent, tuple(token_ids[start : start + size]))
-        tail = Tail(near[0], min(near[1], most)) if near is not None and most > 0 else None
-        return Match(tuple(blocks), tail)
+        if self._force_miss:
+            return Match()
+        return self._contents.match(hashes, token_ids, namespace)
+
+    # --- taking and giving back ---------------------------------------------------------------
 
     def can_allocate(self, num_new: int, *, hits: Iterable[int] = ()) -> bool:
         """Says whether `allocate` with the same arguments would succeed.
 
         A block that is only to be kept meanwhile, `source`, counts as one more of the hits.
         """
-        return num_new + sum(not self._refs[block] for block in hits) <= self.num_free
+        return num_new + sum(not self._refs[block] for block in hits) <= len(self._free)
 
     def allocate(
         self,
@@ -285,12 +253,14 @@ class BlockPool:
         for block in hits:
             self.touch(block, ephemeral=ephemeral)
             self._hits[block] += not again
+            self.stats.hit(self._contents.of(block).block_hash)
         for block in kept:
             self._hold(block)
         new = [self._next() for _ in range(num_new)]
         for block in new:
             self._refs[block] = 1
-        self.free(kept)
+        if kept:
+            self.free(kept)
         return new
 
     def touch(self, block_id: int, *, ephemeral: bool = False) -> None:
@@ -302,7 +272,7 @@ class BlockPool:
         """
         self._hold(block_id)
         if not ephemeral:
-            self._make_normal(block_id)
+            self._make_blank(self._contents.make_normal(block_id))
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Gives back one reference on each block of a table.
@@ -317,17 +287,18 @@ class BlockPool:
         Raises:
             InvariantViolated: If a block has no reference to give back.
         """
+        contents = self._contents
         for block in reversed(block_ids):
             if self._refs[block] < 1:
                 raise InvariantViolated(f"block {block} is freed but nobody holds it")
             self._refs[block] -= 1
             if self._refs[block]:
                 continue
-            if block in self._pending:
-                self._forget(block)
-            elif block in self._ephemeral:
-                self._emit_removed(self._forget(block))
-            if self._contents[block] is None and block not in self._tails:
+            if contents.is_pending(block):
+                contents.forget(block)
+            elif contents.is_ephemeral(block):
+                self._drop(block)
+            if contents.is_empty(block):
                 self._free.put_blank(block)
             else:
                 self._free.put(block, self._tier(block))
@@ -336,26 +307,21 @@ class BlockPool:
         """Keeps the computed rows of a partly filled block that is about to be freed.
 
         Not if others hold the block, if a child of the same parent begins with the same tokens,
-        or if the parent cannot be found. A tail that is the beginning of this one makes way.
+        or if the parent's content does not stay. A tail that is the beginning of this one goes.
 
         Args:
-            block_id: A block without published content that its holder frees next.
+            block_id: A block that its holder frees next.
             content: What is in it.
         """
         if (
-            not self.prefix_caching
-            or self._refs[block_id] != 1
-            or self._contents[block_id] is not None
+            self.prefix_caching
+            and self._refs[block_id] == 1
+            and self._contents.get(block_id) is None
         ):
-            return
-        parent = content.parent
-        if isinstance(parent, int) and not self._is_normal(parent):
-            return
-        if not self._children.extends(parent, content.token_ids):
-            self._drop_beginning(parent, content.token_ids)
-            self._tails[block_id] = content
             self._hits[block_id] = 0
-            self._children.add(parent, content.token_ids, block_id)
+            self._make_blank(self._contents.keep_tail(block_id, content))
+
+    # --- content ------------------------------------------------------------------------------
 
     def publish(
         self, block_id: int, content: BlockContent, *, ephemeral: bool = False
@@ -374,53 +340,104 @@ class BlockPool:
         """
         if not self.prefix_caching:
             return None
-        known = self._map.get(content.block_hash)
-        if known is not None:
-            if self._contents[known] != content:
-                return None
-            if not ephemeral:
-                self._make_normal(known)
-            return known
-        self._map[content.block_hash] = block_id
-        self._contents[block_id] = content
-        self._hits[block_id] = 0
-        self._pending[block_id] = None
-        if ephemeral:
-            self._ephemeral.add(block_id)
-        return block_id
+        known = self._contents.find(content.block_hash)
+        if known is None:
+            self._contents.publish(block_id, content, ephemeral=ephemeral)
+            self._hits[block_id] = 0
+            return block_id
+        if self._contents.get(known) != content:
+            return None
+        if not ephemeral:
+            self._make_blank(self._contents.make_normal(known))
+        return known
 
     def commit(self) -> None:
         """Turns everything pending into committed content: the step's result is in."""
-        run: list[int] = []
-        for block in self._pending:
-            content = self._content(block)
-            if run and content.parent != run[-1]:
-                self._emit_stored(run)
+        run: list[BlockContent] = []
+        before: BlockHash | None = None
+        last: int | None = None
+        for block in self._contents.pending:
+            content = self._contents.of(block)
+            if run and content.parent != last:
+                self._events.stored(run, before)
                 run = []
-            run.append(block)
-            if block not in self._ephemeral:
-                self._add_child(block, content)
+            parent = content.parent if isinstance(content.parent, int) else None
+            if not run:
+                before = None if parent is None else self._contents.of(parent).block_hash
+            run.append(content)
+            last = block
+            self._make_blank(self._contents.commit(block))
+            self.stats.stored(content.block_hash)
+            if self._pins.stored(block, content.block_hash, parent):
+                self._make_blank(self._contents.make_normal(block))
         if run:
-            self._emit_stored(run)
-        self._pending.clear()
+            self._events.stored(run, before)
 
     def reset(self) -> bool:
-        """Forgets all content, if nobody holds a block; says whether it did."""
+        """Forgets all content, if nobody holds a block; says whether it did. Pins stay."""
         if self.num_referenced:
             return False
-        for block in self._map.values():
-            self._contents[block] = None
+        self._contents.clear()
         self._free.clear()
-        self._map.clear()
-        self._tails.clear()
-        self._children.clear()
-        self._events.append(AllBlocksCleared())
+        self._pins.cleared()
+        self.stats.cleared()
+        self._events.cleared()
         return True
 
     def take_events(self) -> list[KVEvent]:
         """Returns what happened to committed content since the last call, in order."""
-        events, self._events = self._events, []
-        return events
+        return self._events.take()
+
+    # --- pins ---------------------------------------------------------------------------------
+
+    def pin(self, pin_id: str, hashes: Sequence[BlockHash], *, expires_s: float) -> PinInfo:
+        """Keeps a prefix: its blocks are evicted last. Replaces a pin of the same id.
+
+        What is not cached yet is pinned when it is stored.
+
+        Args:
+            pin_id: Its name.
+            hashes: Hashes of the blocks of the prefix, from the first on.
+            expires_s: When `expire_pins` ends it, seconds on the caller's clock.
+
+        Raises:
+            PinQuotaExceeded: If the pins would keep more distinct blocks, cached or not, than
+                their share of the pool, or there are too many; nothing has changed then.
+        """
+        self._pins.check_quota(pin_id, hashes)
+        self.unpin(pin_id)
+        info = self._pins.add(pin_id, hashes, expires_s)
+        for block_hash in hashes:
+            block = self._contents.find(block_hash)
+            if block is None or self._contents.is_pending(block):
+                break
+            parent = self._contents.of(block).parent
+            if not self._pins.stored(
+                block, block_hash, parent if isinstance(parent, int) else None
+            ):
+                break
+            self._make_blank(self._contents.make_normal(block))
+        # All of them, the deepest first: the parent of a block has to stay behind it.
+        held = self._pins.blocks(pin_id)
+        self._put_again(reversed(held))
+        return PinInfo(info.pin_id, info.num_blocks, len(held), info.expires_s)
+
+    def unpin(self, pin_id: str) -> bool:
+        """Ends a pin; says whether there was one."""
+        let_go = self._pins.remove(pin_id)
+        self._put_again(let_go or ())
+        return let_go is not None
+
+    def expire_pins(self, now_s: float) -> list[str]:
+        """Ends the pins whose time is over and returns their ids."""
+        expired = self._pins.expired(now_s)
+        for pin_id in expired:
+            self.unpin(pin_id)
+        return expired
+
+    def pins(self) -> list[PinInfo]:
+        """Returns the pins, the oldest first."""
+        return self._pins.infos()
 
     def check_invariants(self) -> None:
         """Checks every invariant of the class.
@@ -431,168 +448,58 @@ class BlockPool:
         Complexity:
             O(n log n) for n blocks.
         """
-        held = [block for block, refs in enumerate(self._refs) if refs > 0]
-        cached = self._free.cached()
-        self._require(
-            sorted([*self._free.blank, *cached, *held]) == list(range(self.num_blocks))
-            and min(self._refs) >= 0,
-            "1: every block is in exactly one place",
+        state = PoolState(
+            refs=self._refs,
+            hits=self._hits,
+            min_hits=HITS_TO_PROTECT,
+            contents=self._contents,
+            free=self._free,
+            pins=self._pins,
         )
-        problem = self._free.problem()
-        self._require(problem is None, f"1: {problem}")
-        self._require(
-            all(self._contents[b] is None and b not in self._tails for b in self._free.blank)
-            and all((self._contents[b] is None) == (b in self._tails) for b in cached)
-            and self._tails.keys() <= set(cached),
-            "2: blank blocks have no content, cached ones have",
-        )
-        by_content = {c.block_hash: b for b, c in enumerate(self._contents) if c is not None}
-        num_contents = sum(content is not None for content in self._contents)
-        self._require(
-            by_content == self._map and num_contents == len(self._map),
-            "3: the map holds exactly the blocks with content",
-        )
-        self._require(
-            all(
-                self._refs[b] and self._contents[b] is not None
-                for b in (*self._pending, *self._ephemeral)
-            ),
-            "4: pending and ephemeral content is in referenced blocks",
-        )
-        place = {block: index for index, block in enumerate(cached)}
-        for block in self._map.values():
-            self._check_parent(block, self._content(block).parent, place)
-        for block, tail in self._tails.items():
-            self._require(0 < len(tail.token_ids) < self.block_size, f"6: tail {block} is partial")
-            self._check_parent(block, tail.parent, place)
-        self._check_children()
+        if problem := state.problem():
+            raise InvariantViolated(f"{problem}; {state}")
 
-    def _check_parent(self, block: int, parent: Parent, place: dict[int, int]) -> None:
-        if isinstance(parent, Namespace):
-            return
-        self._require(
-            self._contents[parent] is not None
-            and (block in self._pending or parent not in self._pending)
-            and (block in self._ephemeral or parent not in self._ephemeral)
-            and self._hits[parent] >= self._hits[block]
-            and (bool(self._refs[parent]) or place[parent] > place.get(block, len(place))),
-            f"5: the parent {parent} of block {block} outlives it",
-        )
-
-    def _check_children(self) -> None:
-        expected = {
-            (content.parent, content.token_ids, block)
-            for block, content in enumerate(self._contents)
-            if content is not None and self._is_normal(block)
-        } | {(tail.parent, tail.token_ids, block) for block, tail in self._tails.items()}
-        found = list(self._children)
-        self._require(
-            len(found) == len(expected) and set(found) == expected,
-            "6: the children are what is committed, and the tails",
-        )
-        begun = [
-            (parent, tokens[:length])
-            for parent, tokens, _ in expected
-            for length in range(1, len(tokens) + 1)
-        ]
-        tails = {(tail.parent, tail.token_ids) for tail in self._tails.values()}
-        self._require(
-            sum(beginning in tails for beginning in begun) == len(self._tails),
-            "6: no tail is the beginning of another child",
-        )
+    # --- inside -------------------------------------------------------------------------------
 
     def _tier(self, block: int) -> Tier:
         """Says where a cached block waits to be evicted."""
+        if block in self._pins:
+            return "pinned"
         return "protected" if self._hits[block] >= HITS_TO_PROTECT else "probation"
-
-    def _is_normal(self, block: int) -> bool:
-        """Says whether a block has content that stays: committed and not ephemeral."""
-        return (
-            self._contents[block] is not None
-            and block not in self._pending
-            and block not in self._ephemeral
-        )
 
     def _hold(self, block: int) -> None:
         if not self._refs[block]:
             self._free.take(block)
         self._refs[block] += 1
 
-    def _make_normal(self, block: int) -> None:
-        """Lets a block's content stay, now that a request that is not ephemeral has it."""
-        if block in self._ephemeral:
-            self._ephemeral.remove(block)
-            if block not in self._pending:
-                self._add_child(block, self._content(block))
+    def _put_again(self, blocks: Iterable[int]) -> None:
+        """Puts those that nobody holds at the young end of the tier they now belong to."""
+        for block in blocks:
+            if not self._refs[block]:
+                self._free.take(block)
+                self._free.put(block, self._tier(block))
 
-    def _add_child(self, block: int, content: BlockContent) -> None:
-        self._drop_beginning(content.parent, content.token_ids)
-        self._children.add(content.parent, content.token_ids, block)
-
-    def _drop_beginning(self, parent: Parent, token_ids: tuple[int, ...]) -> None:
-        """Gives up the tail that holds nothing but a beginning of `token_ids`."""
-        tail = self._children.beginning(parent, token_ids)
+    def _make_blank(self, tail: int | None) -> None:
+        """Frees what was a tail, if there was one, for the next to allocate."""
         if tail is not None:
-            self._forget_tail(tail)
             self._free.take(tail)
             self._free.put_blank(tail)
 
     def _next(self) -> int:
         """Takes the next free block; its content is gone."""
         block, tier = self._free.pop()
-        if tier is None:
-            return block
-        self.num_evictions += 1
-        if block in self._tails:
-            self._forget_tail(block)
-        else:
-            self._emit_removed(self._forget(block))
+        if tier is not None:
+            self.evictions[tier] += 1
+            content = self._contents.forget(block)
+            if content is not None:
+                self._pins.evicted(block)
+                self.stats.evicted(content.block_hash)
+                self._events.removed(content.block_hash)
         return block
 
-    def _forget(self, block: int) -> BlockHash:
-        """Drops a block's content and returns its hash."""
-        content = self._content(block)
-        if self._is_normal(block):
-            self._children.remove(content.parent, content.token_ids, block)
-        self._pending.pop(block, None)
-        self._ephemeral.discard(block)
-        self._contents[block] = None
-        del self._map[content.block_hash]
-        return content.block_hash
-
-    def _forget_tail(self, block: int) -> None:
-        content = self._tails.pop(block)
-        self._children.remove(content.parent, content.token_ids, block)
-
-    def _emit_stored(self, run: Sequence[int]) -> None:
-        """Tells of consecutive blocks of one chain."""
-        contents = [self._content(block) for block in run]
-        parent = contents[0].parent
-        before = None if isinstance(parent, Namespace) else self._content(parent).block_hash
-        self._events.append(
-            BlockStored(
-                block_hashes=[event_hash(content.block_hash) for content in contents],
-                parent_block_hash=None if before is None else event_hash(before),
-                token_ids=[token for content in contents for token in content.token_ids],
-                block_size=self.block_size,
-            )
-        )
-
-    def _emit_removed(self, block_hash: BlockHash) -> None:
-        """Tells of a block that is gone, in the same event as those just before."""
-        removed = event_hash(block_hash)
-        last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved):
-            last.block_hashes.append(removed)
-        else:
-            self._events.append(BlockRemoved([removed]))
-
-    def _content(self, block: int) -> BlockContent:
-        content = self._contents[block]
-        if content is None:
-            raise InvariantViolated(f"block {block} is published without content")
-        return content
-
-    def _require(self, holds: bool, what: str) -> None:  # noqa: FBT001 - private, reads as a sentence
-        if not holds:
-            raise InvariantViolated(f"{what}; refs {self._refs}, free {self.free_order()}")
+    def _drop(self, block: int) -> None:
+        """Forgets committed content that nobody wants to be kept."""
+        content = self._contents.forget(block)
+        if content is not None:
+            self.stats.dropped(content.block_hash)
+            self._events.removed(content.block_hash)

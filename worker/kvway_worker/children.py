@@ -12,12 +12,7 @@ from typing import TypeAlias
 
 from sortedcontainers import SortedList
 
-from kvway_core.blocks import Namespace
-
-Parent: TypeAlias = int | Namespace
-"""Id of the block before a block; the namespace for a first block."""
-
-Tokens: TypeAlias = tuple[int, ...]
+from kvway_worker.block_content import Parent, Tokens
 
 Child: TypeAlias = tuple[Tokens, int]
 """The tokens of a block and its id."""
