@@ -31,7 +31,8 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from kvway_core.blocks import BlockHash, Namespace
-from kvway_worker.block_pool import BlockContent, BlockPool
+from kvway_worker.block_content import BlockContent
+from kvway_worker.block_pool import BlockPool
 from kvway_worker.eviction import PROTECTED_SHARE
 from loadtests.report import Report, commit, machine, table
 
