@@ -43,7 +43,9 @@ def prompts(namespace: Namespace, seed: int = 0) -> list[Prompt]:
     return made
 
 
-def run(pool: BlockPool, namespace: Namespace, token_ids: list[int], hashes: list[BlockHash]) -> int:
+def run(
+    pool: BlockPool, namespace: Namespace, token_ids: list[int], hashes: list[BlockHash]
+) -> int:
     """Takes one prompt through the pool as the block tables do; returns the blocks found."""
     size = pool.block_size
     hits = pool.match(hashes, token_ids, namespace=namespace).blocks
