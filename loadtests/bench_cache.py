@@ -1,6 +1,7 @@
 """What the prefix cache costs, what it saves, and what one starts from without it.
 
     hash           hashing the blocks of 50,000 tokens
+    pool           blocks matched, allocated, published, committed and freed per second
     overhead-sim   throughput lost at 0 % hits: scheduler and pool, with modelled steps
     overhead       throughput lost at 0 % hits, with the real model
     ttft           warm against cold time to first token, through HTTP (as make bench-ttft)
@@ -30,10 +31,11 @@ from kvway_core.blocks import Namespace, block_hashes
 from kvway_core.prompts import PromptEncoder
 from kvway_worker.fetch import DEFAULT_MODEL, resolve_model
 from kvway_worker.torch_engine import TorchEngine
-from loadtests import bench_ttft, cache_baseline, cache_overhead, cache_speculation
+from loadtests import bench_ttft, cache_baseline, cache_overhead, cache_speculation, pool_ops
 from loadtests.report import Report, Spread, commit, machine, table
 
 NUM_HASHED_TOKENS = 50_000
+POOL_RUNS = 5
 WAYS = {
     "copies": "transformers, copy each",
     "batch": "transformers, one batch",
@@ -86,6 +88,17 @@ class Bench:
             ("ms",),
             [(spread.text(),)],
             spread.metrics("hash_ms_per_50k_tokens"),
+        )
+
+    def pool(self) -> Outcome:
+        """Count whole lives of blocks per second."""
+        runs = [pool_ops.measure() for _ in tqdm(range(POOL_RUNS), unit="run", file=sys.stderr)]
+        spread = Spread.of(runs)
+        return Outcome(
+            "Blocks through the pool: match, allocate, publish, commit, free",
+            ("blocks/s",),
+            [(spread.text(0),)],
+            spread.metrics("pool_ops_per_s", 0),
         )
 
     def overhead_sim(self) -> Outcome:
@@ -208,6 +221,7 @@ class Bench:
 
 PARTS: Mapping[str, Callable[[Bench], Outcome]] = {
     "hash": Bench.hash,
+    "pool": Bench.pool,
     "overhead-sim": Bench.overhead_sim,
     "overhead": Bench.overhead,
     "ttft": Bench.ttft,
