@@ -25,10 +25,12 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 import structlog
 
+from kvway_core.blocks import BlockHash
 from kvway_core.clock import Clock
 from kvway_core.errors import EngineFailed, KvwayError, ShuttingDown
 from kvway_core.events import KVEvent
 from kvway_worker.load import EngineLoad
+from kvway_worker.pins import PinInfo
 from kvway_worker.scheduler import Scheduler
 from kvway_worker.sequence import Sequence as Request
 from kvway_worker.step import StepPlan
@@ -91,6 +93,7 @@ class EngineLoop:
         self._failed: BaseException | None = None
         # step thread
         self._stepper = Stepper(engine, scheduler, clock=clock, debug_invariants=debug_invariants)
+        self._pool = pool
         self._load = self._stepper.load()
 
     @property
@@ -186,6 +189,41 @@ class EngineLoop:
         reset = self._stepper.scheduler.reset_prefix_cache
         return await self._ask(partial(reset, reset_running=reset_running))
 
+    async def pin(self, pin_id: str, hashes: Sequence[BlockHash], *, ttl_s: float) -> PinInfo:
+        """Keeps a prefix in the cache: its blocks are given up last. Replaces a pin of this id.
+
+        Args:
+            pin_id: Its name.
+            hashes: Of the blocks of the prefix, first block first; what is not cached is kept
+                when it is.
+            ttl_s: How long it is kept, seconds.
+
+        Raises:
+            PinQuotaExceeded: If pins would take more than their share of the pool.
+            EngineFailed: If the engine was given up.
+            ShuttingDown: If the loop is closed.
+        """
+        expires_s = self._clock.monotonic() + ttl_s
+        return await self._ask(partial(self._pool.pin, pin_id, hashes, expires_s=expires_s))
+
+    async def unpin(self, pin_id: str) -> bool:
+        """Ends a pin; says whether there was one.
+
+        Raises:
+            EngineFailed: If the engine was given up.
+            ShuttingDown: If the loop is closed.
+        """
+        return await self._ask(partial(self._pool.unpin, pin_id))
+
+    async def pins(self) -> list[PinInfo]:
+        """Returns the pins that have not expired, the oldest first; `expires_s` on the clock.
+
+        Raises:
+            EngineFailed: If the engine was given up.
+            ShuttingDown: If the loop is closed.
+        """
+        return await self._ask(self._pool.pins)
+
     def load(self) -> EngineLoad:
         """Returns how busy the engine is, as of the last step and what was handed over since."""
         with self._wake:
@@ -264,6 +302,7 @@ class EngineLoop:
             if self._closing:
                 return False
             self._taken, self._inbox = self._inbox, []
+        self._pool.expire_pins(self._clock.monotonic())
         answers = [answer for command in self._taken if (answer := self._apply(command))]
         plan = self._stepper.plan()
         self._publish()
@@ -283,7 +322,7 @@ class EngineLoop:
 
     def _publish(self) -> None:
         """Hands out KV events, and shows the load with all that was taken from the inbox."""
-        events = self._stepper.scheduler.pool.take_events()
+        events = self._pool.take_events()
         if events and self._on_kv_events is not None:
             self._on_kv_events(events)
         load = self._stepper.load()
