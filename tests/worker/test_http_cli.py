@@ -20,6 +20,8 @@ from kvway_worker.settings import WorkerSettings
 EXAMPLE = Path(__file__).parents[2] / "worker" / "config.example.toml"
 SIM = ("--model", "m", "--engine", "sim")
 SILENT = (*SIM, "--no-kv-events")
+DRAFTS = (*SIM, "--speculate-ngram", "4")
+UNCACHED = (*SIM, "--no-prefix-caching")
 
 
 def sim_option(name: str) -> tuple[str, ...]:
@@ -93,6 +95,19 @@ def test_the_example_file_has_every_option_and_they_parse(tmp_path: Path) -> Non
         ("--block-size must be more than 0", (*SIM, "--block-size", "0")),
         ("--max-waiting must not be negative, got -1", (*SIM, "--max-waiting", "-1")),
         ("--drain-timeout-s must not be negative", (*SIM, "--drain-timeout-s", "-0.5")),
+        ("--ageing must not be negative, got -0.1", (*SIM, "--ageing", "-0.1")),
+        ("--ageing must be at most 1000", (*SIM, "--ageing", "1e9")),
+        ("--ageing needs --queue-order", (*SIM, "--queue-order", "arrival", "--ageing", "1")),
+        ("--queue-order", (*SIM, "--queue-order", "longest")),
+        ("--speculate-ngram must not be negative", (*SIM, "--speculate-ngram", "-1")),
+        ("--speculate-ngram must be at most 64", (*SIM, "--speculate-ngram", "65")),
+        ("--ngram-min-match needs --speculate-ngram", (*SIM, "--ngram-min-match", "2")),
+        ("--ngram-min-match must be more than 0", (*DRAFTS, "--ngram-min-match", "0")),
+        ("--ngram-min-match must be at most 64", (*DRAFTS, "--ngram-min-match", "65")),
+        ("--pin-quota must be at most 1, got 1.5", (*SIM, "--pin-quota", "1.5")),
+        ("--pin-quota must not be negative", (*SIM, "--pin-quota", "-0.5")),
+        ("--pin-quota needs --prefix-caching", (*UNCACHED, "--pin-quota", "0.5")),
+        ("--force-prefix-misses needs", (*UNCACHED, "--force-prefix-misses")),
         ("--engine", ("--model", "m", "--engine", "gpu")),
         ("--bogus", (*SIM, "--bogus")),
     ],

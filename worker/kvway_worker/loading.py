@@ -50,12 +50,22 @@ def load_model(settings: WorkerSettings, model_dir: Path, clock: Clock) -> Loade
         fingerprint=_fingerprint(settings, model_dir),
         created=int(clock.time()),
     )
-    pool = BlockPool(engine.num_blocks, engine.block_size, prefix_caching=settings.prefix_caching)
+    pool = BlockPool(
+        engine.num_blocks,
+        engine.block_size,
+        prefix_caching=settings.prefix_caching,
+        force_miss=settings.force_prefix_misses,
+        pin_quota=settings.pin_quota,
+    )
     scheduler = Scheduler(
         pool,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_model_len=model.max_model_len,
+        queue_order="arrival" if settings.queue_order == "arrival" else "shortest",
+        ageing=settings.ageing,
+        num_drafts=settings.speculate_ngram,
+        draft_min_match=settings.ngram_min_match,
     )
     return Loaded(model, engine, scheduler)
 

@@ -11,12 +11,16 @@ from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
 from kvway_core.models import served_model_name
 from kvway_core.web import DEFAULT_MAX_BODY_BYTES
+from kvway_worker.waiting import AGEING
 
 SIM_NUM_BLOCKS: Final = 4096
 TORCH_KV_CACHE_GIB: Final = 1.0
 MAX_BLOCK_SIZE: Final = 1024
 MAX_NUM_THREADS: Final = 512
 MAX_NUM_BLOCKS: Final = 2**20
+MAX_NUM_DRAFTS: Final = 64
+MAX_NGRAM: Final = 64
+MAX_AGEING: Final = 1000.0
 SIM_MAX_KV_TOKENS: Final = 2**26
 """Tokens in the blocks of a sim worker, which keeps 8 bytes for each."""
 _MAX_PORT: Final = 65_535
@@ -78,7 +82,37 @@ class WorkerSettings:
     max_waiting: int = option(
         256, help="requests that may wait for a place; more are refused with 503", unit="requests"
     )
+    queue_order: str = option(
+        "shortest",
+        help="who gets a free place first among requests of one priority: the one with the fewest"
+        " uncached tokens to compute, or the one that came first",
+        choices=("shortest", "arrival"),
+    )
+    ageing: float = option(
+        AGEING,
+        help="with --queue-order shortest, how soon waiting outweighs length: only requests that"
+        " come before (own uncached tokens / ageing) tokens of work were done can overtake one;"
+        " 0 lets short ones overtake for ever",
+    )
+    speculate_ngram: int = option(
+        0,
+        help="tokens to guess per request and step, from what its text said before, and have"
+        " the model check: same answers, sooner where they repeat the prompt; 0 guesses none",
+        unit="tokens",
+    )
+    ngram_min_match: int = option(
+        4,
+        help="tokens that must have occurred before for a guess; fewer guess more often and worse",
+        unit="tokens",
+    )
     prefix_caching: bool = option(True, help="share KV blocks between requests")
+    pin_quota: float = option(
+        0.25, help="share of the KV blocks, 0 to 1, that pinned prefixes may keep"
+    )
+    force_prefix_misses: bool = option(
+        False,
+        help="fill the prefix cache but never read it: for comparing cold answers with warm ones",
+    )
     deterministic: bool = option(
         False, help="answers equal bit for bit, cold or warm, alone or in a batch; slower"
     )
@@ -170,10 +204,17 @@ class WorkerSettings:
         fixed = [port for port in ports if port]
         if len(set(fixed)) < len(fixed):
             problems.append("--port, --kv-events-port and --kv-events-replay-port must differ")
-        if not self.kv_events:
-            problems += [
-                f"{_flag(name)} needs --kv-events" for name in self._changed(_KV_EVENTS_ONLY)
-            ]
+        problems += [
+            f"{_flag(name)} needs {needed}"
+            for given, needed, names in (
+                (self.kv_events, "--kv-events", _KV_EVENTS_ONLY),
+                (self.prefix_caching, "--prefix-caching", _PREFIX_CACHING_ONLY),
+                (self.queue_order == "shortest", "--queue-order shortest", ("ageing",)),
+                (self.speculate_ngram, "--speculate-ngram", ("ngram_min_match",)),
+            )
+            if not given
+            for name in self._changed(names)
+        ]
         return problems
 
     def _too_large_for_sim(self) -> list[str]:
@@ -207,6 +248,7 @@ _POSITIVE: Final = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_model_len",
+    "ngram_min_match",
     "kv_events_buffer",
     "sim_prefill_tokens_per_s",
     "max_body_bytes",
@@ -216,6 +258,9 @@ _POSITIVE: Final = (
 )
 _NOT_NEGATIVE: Final = (
     "max_waiting",
+    "ageing",
+    "speculate_ngram",
+    "pin_quota",
     "sim_attention_s_per_pair",
     "sim_decode_step_s",
     "sim_decode_s_per_seq",
@@ -225,6 +270,10 @@ _AT_MOST: Final = (
     ("num_blocks", MAX_NUM_BLOCKS),
     ("block_size", MAX_BLOCK_SIZE),
     ("num_threads", MAX_NUM_THREADS),
+    ("ageing", MAX_AGEING),
+    ("speculate_ngram", MAX_NUM_DRAFTS),
+    ("ngram_min_match", MAX_NGRAM),
+    ("pin_quota", 1),
 )
 _TORCH_ONLY: Final = ("kv_cache_gib", "dtype", "device", "num_threads", "deterministic")
 _SIM_ONLY: Final = (
@@ -233,6 +282,7 @@ _SIM_ONLY: Final = (
     "sim_decode_step_s",
     "sim_decode_s_per_seq",
 )
+_PREFIX_CACHING_ONLY: Final = ("pin_quota", "force_prefix_misses")
 _KV_EVENTS_ONLY: Final = (
     "kv_events_host",
     "kv_events_port",
