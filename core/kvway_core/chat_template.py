@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -29,11 +29,22 @@ _FAULTS_OF_INPUT = (
 """What a template can raise when it is given messages that it was not written for."""
 
 
+_MARK = "kvway-continue-here "
+"""Put behind the content to go on with; a template that trims contents takes its space away."""
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of every template, which requests set with fields of their own or not at all."""
+
+_COMMON_KWARGS = frozenset({"enable_thinking", "thinking"})
+"""What clients send to every model; it changes nothing where the template has no such mode."""
+
+
 class ChatTemplate:
     """Renders conversations. The template is sandboxed: it sees the messages and nothing else.
 
     Attributes:
         takes_parts: Whether a message's content may be a list of parts.
+        kwargs: Names of the variables that a request may set.
     """
 
     def __init__(
@@ -50,13 +61,18 @@ class ChatTemplate:
             ConfigError: If the source is not Jinja.
         """
         environment = _environment()
+        declared: set[str] = set()
         try:
             self._template = environment.from_string(source)
             self._tool_template = environment.from_string(tool_source or source)
+            for text in (source, tool_source or source):
+                declared |= meta.find_undeclared_variables(environment.parse(text))
         except jinja2.TemplateError as exc:
             raise ConfigError([f"the chat template of the model is broken: {exc}"]) from exc
         self._literal_text = source + (tool_source or "")
         self._variables = dict(variables)
+        hidden = _RESERVED.union(variables, environment.globals)
+        self.kwargs = frozenset(declared - hidden) | _COMMON_KWARGS
         self.takes_parts = self._probe_parts()
 
     def render(
@@ -64,21 +80,39 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, object]],
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, object] | None = None,
     ) -> str:
-        """Returns the conversation as text, ending where the assistant begins to answer.
+        """Returns the conversation as text.
+
+        Args:
+            messages: The conversation.
+            tools: What the assistant may call.
+            add_generation_prompt: Whether the text ends where the assistant begins to answer, or
+                behind the last message.
+            kwargs: Values for variables in `self.kwargs`.
 
         Raises:
-            InvalidRequest: If the template refuses the messages. Its reason is given only when it
-                stands in the template word for word: no prompt text leaks into it.
+            InvalidRequest: If a variable is not one that requests may set, or the template refuses
+                the messages. Its reason is given only when it stands in the template word for
+                word: no prompt text leaks into it.
         """
+        kwargs = kwargs or {}
+        if not self.kwargs.issuperset(kwargs):
+            raise InvalidRequest(
+                "chat_template_kwargs has a name that the model's chat template does not know; it "
+                f"may have {', '.join(sorted(self.kwargs))}.",
+                param="chat_template_kwargs",
+            )
         template = self._template if tools is None else self._tool_template
         try:
             return template.render(
+                **kwargs,
                 **self._variables,
                 messages=messages,
                 tools=tools,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
             )
         except _FAULTS_OF_INPUT as exc:
             reason = str(exc) if isinstance(exc, jinja2.TemplateError) else ""
@@ -88,6 +122,39 @@ class ChatTemplate:
                 + (f": {reason}" if known else "."),
                 param="messages",
             ) from exc
+
+    def render_open(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """Returns the conversation as text up to the end of the last message's content.
+
+        The content is rendered with a mark behind it, and the text ends where the mark stands.
+        White space before it stays, unless the template trims contents.
+
+        Raises:
+            InvalidRequest: As `render`, or if the last message has no text to go on with.
+        """
+        last = dict(messages[-1])
+        content = last.get("content")
+        if isinstance(content, str):
+            last["content"] = content + _MARK
+        elif isinstance(content, list) and content:
+            last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]
+        text = self.render(
+            [*messages[:-1], last], tools=tools, add_generation_prompt=False, kwargs=kwargs
+        )
+        end = text.rfind(_MARK.rstrip())
+        if end < 0:
+            raise InvalidRequest(
+                "The last message cannot be continued: the model's chat template does not show "
+                "its content.",
+                param="continue_final_message",
+            )
+        return text[:end] if text.startswith(_MARK, end) else text[:end].rstrip()
 
     def _probe_parts(self) -> bool:
         """Says whether the template renders a list of one text part as that text."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
-import msgspec
 from tokenizers import Tokenizer
 
-from kvway_core.api import ChatMessage, ContentPart
+from kvway_core.api import ChatMessage
+from kvway_core.chat_messages import plain_message
 from kvway_core.chat_template import ChatTemplate
 from kvway_core.errors import ConfigError, InvalidRequest
-from kvway_core.strict_json import plain_name
+from kvway_core.token_bytes import TokenBytes
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -87,30 +88,67 @@ class PromptEncoder:
         """Whether the model has a chat template."""
         return self._template is not None
 
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Looks up the bytes that a token stands for."""
+        return TokenBytes(self._tokenizer)
+
     def encode_chat(
         self,
         messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, object] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
-        """Returns the token ids of a conversation up to where the assistant begins to answer.
+        """Returns the token ids of a conversation.
+
+        Args:
+            messages: As for `render_chat`, like all but the last argument.
+            tools: What the assistant may call.
+            add_generation_prompt: Whether they end where the assistant begins to answer.
+            continue_final_message: Whether they end inside the last message.
+            kwargs: Variables of the template.
+            add_special_tokens: Whether the tokenizer puts its own (BOS) around it; most templates
+                write them.
 
         Raises:
             InvalidRequest: As `render_chat`.
         """
-        return self.encode_text(self.render_chat(messages, tools=tools), add_special_tokens=False)
+        text = self.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=kwargs,
+        )
+        return self.encode_text(text, add_special_tokens=add_special_tokens)
 
     def render_chat(
         self,
         messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """Returns a conversation as the text that the model sees.
 
+        Args:
+            messages: The conversation.
+            tools: What the assistant may call.
+            add_generation_prompt: Whether the text ends where the assistant begins to answer, or
+                behind the last message.
+            continue_final_message: Whether the text ends with the content of the last message, so
+                that the answer goes on with it; no answer begins then.
+            kwargs: Values for variables of the template that requests may set.
+
         Raises:
-            InvalidRequest: If the template refuses the messages, the model has no template, or a
-                message has a part other than text.
+            InvalidRequest: If the template refuses the messages or the variables, the model has no
+                template, or a message has a part other than text.
         """
         if self._template is None:
             raise InvalidRequest(
@@ -118,10 +156,14 @@ class PromptEncoder:
             )
         parts_allowed = self._template.takes_parts
         plain = [
-            _plain_message(index, message, parts_allowed=parts_allowed)
+            plain_message(index, message, parts_allowed=parts_allowed)
             for index, message in enumerate(messages)
         ]
-        return self._template.render(plain, tools=tools)
+        if continue_final_message:
+            return self._template.render_open(plain, tools=tools, kwargs=kwargs)
+        return self._template.render(
+            plain, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
+        )
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text.
@@ -205,59 +247,6 @@ class Detokenizer:
     def _decode(self) -> str:
         """Returns the text of the window."""
         return self._encoder.decode(self._window, skip_special_tokens=self._skip_special_tokens)
-
-
-def _plain_message(index: int, message: ChatMessage, *, parts_allowed: bool) -> dict[str, object]:
-    """Returns a message as the template sees it: what is null is left out."""
-    plain: dict[str, object] = {"role": message.role}
-    if isinstance(message.content, str):
-        plain["content"] = message.content
-    elif message.content is not None:
-        texts = [_text_of(index, part) for part in message.content]
-        plain["content"] = (
-            [{"type": "text", "text": text} for text in texts]
-            if parts_allowed
-            else "\n".join(texts)
-        )
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.tool_calls is not None:
-        plain["tool_calls"] = [_plain_tool_call(call) for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    return plain
-
-
-def _text_of(index: int, part: ContentPart) -> str:
-    """Returns the text of a part.
-
-    Raises:
-        InvalidRequest: If it is not a text part.
-    """
-    param = f"messages[{index}].content"
-    if part.type != "text":
-        kind = plain_name(part.type) or "this"
-        raise InvalidRequest(
-            f"{param}: parts of type {kind} are not supported, only text.", param=param
-        )
-    if part.text is None:
-        raise InvalidRequest(f"{param}: a text part needs text.", param=param)
-    return part.text
-
-
-def _plain_tool_call(call: Mapping[str, object]) -> dict[str, object]:
-    """Returns a tool call with its arguments as an object, which is what templates expect.
-
-    The API has them as JSON text; text that is no JSON object stays as it is.
-    """
-    function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return dict(call)
-    try:
-        arguments = msgspec.json.decode(function["arguments"], type=dict[str, object])
-    except (ValueError, RecursionError):
-        return dict(call)
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:

@@ -29,16 +29,30 @@ class ChatMessage(msgspec.Struct, frozen=True):
     tool_call_id: str | None = None
 
 
-class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries besides text."""
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a stream carries besides text. A field that is not here is refused."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What chat and completion requests have in common. None means not given."""
 
     model: str
+    request_id: str | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    kv_cache: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -75,11 +89,24 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a stream ends with a usage chunk."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream tells the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def is_ephemeral(self) -> bool:
+        """Whether nothing of the request is to stay in the cache when it has ended."""
+        return self.kv_cache == "ephemeral"
+
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
     messages: list[ChatMessage]
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -93,6 +120,11 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens
         return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens to report for each one; None without log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -108,6 +140,11 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     def max_output_tokens(self) -> int:
         """The most tokens to generate."""
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens to report for each one; None without log probabilities."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -126,7 +163,28 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
     tools: list[dict[str, object]] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+
+
+class PinRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /pins: either a prompt (text or token ids) or messages."""
+
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[ChatMessage] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
+    add_special_tokens: bool | None = None
+    cache_salt: str | None = None
+    ttl_s: float | None = None
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /abort_requests."""
+
+    request_ids: list[str]
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ import msgspec
 from kvway_core.api import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from kvway_core.blocks import Namespace, block_hashes, event_hash
 from kvway_core.errors import ContextLengthExceeded, ModelNotFound, Overloaded
+from kvway_core.prompting import encode_prompts
 from kvway_core.prompts import PromptEncoder
 from kvway_core.strict_json import top_level_fields
 
@@ -101,7 +102,7 @@ def read_request(
         raise ModelNotFound(
             f"The model is not served here; this server has {model.name}.", param="model"
         )
-    prompts = _encode(request, model.encoder)
+    prompts = encode_prompts(request, model.encoder, max_model_len=max_model_len)
     longest = max(len(prompt) for prompt in prompts)
     if max_model_len is not None and longest >= max_model_len:
         raise ContextLengthExceeded(
@@ -126,15 +127,6 @@ def _expected_output(request: ChatRequest | CompletionRequest) -> int:
     allowed = request.max_output_tokens
     length = EXPECTED_OUTPUT_TOKENS if allowed is None else min(allowed, EXPECTED_OUTPUT_TOKENS)
     return length * request.num_choices
-
-
-def _encode(request: ChatRequest | CompletionRequest, encoder: PromptEncoder) -> list[list[int]]:
-    if isinstance(request, ChatRequest):
-        return [encoder.encode_chat(request.messages, tools=request.tools)]
-    return [
-        encoder.encode_text(prompt) if isinstance(prompt, str) else prompt
-        for prompt in request.prompts
-    ]
 
 
 def strip_fields(body: bytes) -> bytes:

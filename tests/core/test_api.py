@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 
@@ -117,8 +118,17 @@ WRONG_VALUES = {
     "object": {ECHO: ECHO},
 }
 ACCEPTED_KINDS = {
+    "add_generation_prompt": {"bool"},
+    "add_special_tokens": {"bool"},
+    "allowed_token_ids": set(),
+    "bad_words": {"array"},
+    "cache_salt": {"string"},
+    "chat_template_kwargs": {"object"},
+    "continue_final_message": {"bool"},
     "frequency_penalty": {"number", "fraction"},
     "ignore_eos": {"bool"},
+    "include_stop_str_in_output": {"bool"},
+    "kv_cache": set(),
     "logit_bias": set(),
     "logprobs": {"bool"},
     "max_completion_tokens": {"number"},
@@ -129,21 +139,32 @@ ACCEPTED_KINDS = {
     "model": {"string"},
     "n": {"number"},
     "presence_penalty": {"number", "fraction"},
+    "priority": {"number"},
+    "prompt_logprobs": {"number"},
     "repetition_penalty": {"number", "fraction"},
+    "request_id": set(),
     "response_format": {"object"},
+    "return_token_ids": {"bool"},
+    "return_tokens_as_token_ids": {"bool"},
     "seed": {"number"},
+    "skip_special_tokens": {"bool"},
     "stop": {"string", "array"},
     "stop_token_ids": set(),
     "stream": {"bool"},
-    "stream_options": {"object"},
+    "stream_options": set(),
     "temperature": {"number", "fraction"},
     "tool_choice": {"string", "object"},
     "tools": set(),
     "top_k": {"number"},
     "top_logprobs": {"number"},
     "top_p": {"number"},
+    "truncate_prompt_tokens": {"number"},
     "user": {"string"},
 }
+
+
+COMPANIONS: dict[str, dict[str, object]] = {"top_logprobs": {"logprobs": True}}
+"""What a field makes no sense without."""
 
 
 def test_the_table_of_types_has_every_field() -> None:
@@ -153,7 +174,7 @@ def test_the_table_of_types_has_every_field() -> None:
 @pytest.mark.parametrize("kind", WRONG_VALUES)
 @pytest.mark.parametrize("field", ACCEPTED_KINDS)
 def test_a_wrong_type_names_its_field(field: str, kind: str) -> None:
-    body = json.dumps({**CHAT, field: WRONG_VALUES[kind]}).encode()
+    body = json.dumps({**CHAT, **COMPANIONS.get(field, {}), field: WRONG_VALUES[kind]}).encode()
     if kind in ACCEPTED_KINDS[field]:
         api.parse_chat(body)
         return
@@ -188,18 +209,145 @@ RANGES: dict[str, tuple[list[float], list[float]]] = {
     "min_tokens": ([0], [-1]),
     "presence_penalty": ([-2, 2], [-2.1, 2.1]),
     "frequency_penalty": ([-2, 2], [-2.1, 2.1]),
-    "repetition_penalty": ([0.1, 2], [0, -1]),
+    "repetition_penalty": ([0.01, 0.1, 2, 100], [0, -1, 0.009, 1e308]),
     "top_logprobs": ([0, 20], [-1, 21]),
+    "prompt_logprobs": ([0, 20], [-1, 21]),
+    "priority": ([0, -5, 2**31 - 1], [2**31, -(2**31), 2**63]),
+    "truncate_prompt_tokens": ([-1, 1, 500], [0, -2, 2**31]),
 }
 
 
 @pytest.mark.parametrize("field", RANGES)
 def test_ranges(field: str) -> None:
     inside, outside = RANGES[field]
+    with_it = COMPANIONS.get(field, {})
     for value in inside:
-        assert getattr(chat(**{field: value}), field) == value
+        assert getattr(chat(**with_it, **{field: value}), field) == value
     for value in outside:
-        assert refusal(json.dumps({**CHAT, field: value}).encode()).param == field
+        error = refusal(json.dumps({**CHAT, **with_it, field: value}).encode())
+        assert error.param == field
+        assert len(error.message) < 150
+
+
+REFUSED_CHATS: list[tuple[str, dict[str, object]]] = [
+    ("top_logprobs", {"top_logprobs": 2}),
+    ("top_logprobs", {"top_logprobs": 2, "logprobs": False}),
+    ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
+    ("min_tokens", {"min_tokens": 9, "max_tokens": 10, "max_completion_tokens": 8}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options", {"stream": True, "stream_options": {ECHO: True}}),
+    (
+        "stream_options.continuous_usage_stats",
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    ),
+    ("prompt_logprobs", {"stream": True, "prompt_logprobs": 0}),
+    ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
+    (
+        "continue_final_message",
+        {"continue_final_message": True, "messages": [MESSAGE, {"role": "assistant"}]},
+    ),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"documents": [ECHO]}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"a": "x" * 1025}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {str(n): n for n in range(33)}}),
+    ("kv_cache", {"kv_cache": ECHO}),
+    ("cache_salt", {"cache_salt": ""}),
+    ("cache_salt", {"cache_salt": "x" * 257}),
+    ("request_id", {"request_id": ""}),
+    ("request_id", {"request_id": "a b"}),
+    ("request_id", {"request_id": "x" * 129}),
+    ("allowed_token_ids", {"allowed_token_ids": []}),
+    ("allowed_token_ids", {"allowed_token_ids": [-1]}),
+    ("stop_token_ids", {"stop_token_ids": [1] * 1025}),
+    ("bad_words", {"bad_words": [""]}),
+    ("bad_words", {"bad_words": ["x"] * 129}),
+    ("logit_bias", {"logit_bias": {ECHO: 1}}),
+    ("logit_bias", {"logit_bias": {"-1": 1}}),
+    ("logit_bias", {"logit_bias": {"1": 101}}),
+    ("logit_bias", {"logit_bias": {"1": 1, "01": 1}}),
+    ("logit_bias", {"logit_bias": {"9" * 11: 1}}),
+    ("logit_bias", {"logit_bias": {str(n): 1 for n in range(1025)}}),
+]
+
+
+@pytest.mark.parametrize(("param", "fields"), REFUSED_CHATS)
+def test_what_makes_no_sense_is_refused_by_name(param: str, fields: dict[str, object]) -> None:
+    error = refusal(json.dumps({**CHAT, **fields}).encode())
+    assert error.param == param
+    assert ECHO not in error.message
+
+
+@pytest.mark.parametrize(
+    "fields", [{"best_of": 2}, {"n": 2, "best_of": 1}, {"n": 3, "best_of": 2}]
+)
+def test_best_of_other_than_n_is_refused(fields: dict[str, object]) -> None:
+    body = json.dumps({**COMPLETION, **fields}).encode()
+    assert refusal(body, api.parse_completion).param == "best_of"
+    assert completion(n=3, best_of=3).num_choices == 3
+
+
+def test_log_probabilities_of_either_kind() -> None:
+    assert chat().num_logprobs is None
+    assert chat(logprobs=True).num_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).num_logprobs == 5
+    assert completion().num_logprobs is None
+    assert completion(logprobs=0).num_logprobs == 0
+    assert completion(logprobs=20).num_logprobs == 20
+
+
+def test_pins_take_exactly_one_kind_of_prefix() -> None:
+    assert api.parse_pin(b'{"prompt":"a"}').prompt == "a"
+    assert api.parse_pin(b'{"prompt":[1]}').prompt == [1]
+    assert api.parse_pin(json.dumps({"messages": [MESSAGE]}).encode()).messages
+    for fields, param in (
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": [MESSAGE]}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "a", "ttl_s": 0.5}, "ttl_s"),
+        ({"prompt": "a", "ttl_s": 7 * 86400 + 1}, "ttl_s"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"messages": []}, "messages"),
+    ):
+        assert refusal(json.dumps(fields).encode(), api.parse_pin).param == param
+
+
+def test_requests_to_abort_are_named() -> None:
+    assert api.parse_abort(b'{"request_ids":["a"]}').request_ids == ["a"]
+    for request_ids, param in (
+        ([], "request_ids"),
+        (["a"] * 257, "request_ids"),
+        (["a", ECHO], "request_ids[1]"),
+        ("a", "request_ids"),
+        ([1], "request_ids[0]"),
+    ):
+        body = json.dumps({"request_ids": request_ids}).encode()
+        assert refusal(body, api.parse_abort).param == param
+
+
+FUZZED = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("0a", max_size=2), inner),
+    max_leaves=4,
+)
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(
+            sorted({*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__})
+        ),
+        FUZZED,
+        max_size=4,
+    )
+)
+def test_any_value_of_any_field_is_read_or_refused(fields: dict[str, object]) -> None:
+    for parse, base in ((api.parse_chat, CHAT), (api.parse_completion, COMPLETION)):
+        with contextlib.suppress(InvalidRequest):
+            parse(json.dumps({**base, **fields}).encode())
 
 
 @pytest.mark.parametrize(
@@ -254,7 +402,10 @@ def test_defaults() -> None:
     assert (plain.num_choices, plain.max_output_tokens, plain.include_usage) == (1, None, False)
     assert chat(max_tokens=5).max_output_tokens == 5
     assert chat(max_tokens=5, max_completion_tokens=6).max_output_tokens == 6
-    assert chat(stream_options={"include_usage": True}).include_usage
+    usage: dict[str, object] = {"include_usage": True, "continuous_usage_stats": True}
+    assert chat(stream=True, stream_options=usage).include_usage
+    assert chat(stream=True, stream_options=usage).continuous_usage
+    assert (plain.is_ephemeral, chat(kv_cache="ephemeral").is_ephemeral) == (False, True)
     assert completion().max_output_tokens == 16
     assert completion(max_tokens=3).max_output_tokens == 3
 
@@ -399,7 +550,7 @@ def test_unsupported_fields_are_named() -> None:
     assert unsupported() is None
     assert unsupported(n=3) is None
     assert unsupported(seed=None) is None
-    assert unsupported(presence_penalty=0, logprobs=False, tools=[], best_of=1) is None
+    assert unsupported(tools=[], tool_choice="none", best_of=1, echo=False) is None
     assert unsupported(presence_penalty=0.5) == "presence_penalty"
     assert unsupported(response_format={"type": "text"}) is None
     assert unsupported(response_format={"type": "json_object"}) == "response_format"

@@ -26,9 +26,9 @@ from kvway_core.testing.byte_model import (
     IM_END_ID,
     IM_START_ID,
     VOCAB_SIZE,
-    byte_alphabet,
     write_byte_model,
 )
+from kvway_core.token_bytes import byte_alphabet
 
 TEMPLATES = {
     "ChatML": CHAT_TEMPLATE,

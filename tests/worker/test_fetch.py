@@ -25,7 +25,8 @@ from typing_extensions import override
 
 from kvway_core.errors import ConfigError
 from kvway_core.prompts import PromptEncoder
-from kvway_core.testing.byte_model import CHAT_TEMPLATE, byte_alphabet, write_byte_model
+from kvway_core.testing.byte_model import CHAT_TEMPLATE, write_byte_model
+from kvway_core.token_bytes import byte_alphabet
 from kvway_worker import fetch
 from kvway_worker.fetch import HubUnreachableError, PackagedModel, Sources, resolve_model
 

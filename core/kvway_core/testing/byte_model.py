@@ -7,6 +7,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kvway_core.token_bytes import byte_alphabet
+
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 IM_START_ID = 256
@@ -61,16 +63,6 @@ def write_byte_model(model_dir: Path) -> Path:
         },
     )
     return model_dir
-
-
-def byte_alphabet() -> list[str]:
-    """Returns the character that a byte-level tokenizer writes for each byte, by byte.
-
-    Printable bytes stand for themselves; the others, in order, for the code points from 256 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (chr(code) for code in range(256, 512))
-    return [chr(byte) if byte in printable else next(others) for byte in range(256)]
 
 
 def _tokenizer() -> Tokenizer:
