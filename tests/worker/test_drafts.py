@@ -43,6 +43,12 @@ def test_a_shorter_match_than_asked_for_proposes_nothing() -> None:
     assert NgramIndex(3).propose(text, 3) == [9, 9, 2]
 
 
+def test_runs_of_one_hash_are_told_apart() -> None:
+    other = 2**61 - 1  # Python's hash of it is that of 0
+    assert hash((other,)) == hash((0,))
+    assert NgramIndex(1).propose([0, 5, other], 1) == []
+
+
 def test_a_text_that_repeats_is_expected_to_repeat() -> None:
     assert NgramIndex(2).propose([7, 8, 7, 8, 7], 5) == [8, 7, 8, 7, 8]
     assert NgramIndex(1).propose([5, 5], 3) == [5, 5, 5]

@@ -141,6 +141,54 @@ def test_reset_needs_an_idle_pool() -> None:
     assert again.cached_tokens == 0
 
 
+def test_p35_a_reset_can_preempt_who_runs() -> None:
+    """Replays vLLM's test_scheduler_reset_prefix_cache with running requests, and its e2e test."""
+    bench = Bench(40, max_num_seqs=3)
+    seqs = [request(str(index), range(index, index + 40), max_tokens=20) for index in range(4)]
+    bench.add(*seqs)
+    for _ in range(10):
+        bench.step()
+    assert bench.scheduler.reset_prefix_cache(reset_running=True)
+    bench.scheduler.check_invariants()
+    assert (bench.scheduler.num_running, bench.scheduler.counters.preemptions) == (0, 3)
+    assert (bench.pool.num_referenced, bench.pool.num_cached) == (0, 0)
+    assert list(bench.step()) == ["0", "1", "2"], "in their order"
+    for _ in run(bench.scheduler, bench.engine):
+        pass
+    for index, seq in enumerate(seqs):
+        assert seq.output_token_ids == answer(range(index, index + 40), 20)
+
+
+def test_p39_a_step_under_way_at_a_reset_is_computed_again() -> None:
+    """Where vLLM delivers what that step sampled; here it is sampled again, and the same."""
+    bench = Bench(40)
+    seq = request("0", range(40), max_tokens=3)
+    bench.add(seq)
+    plan = bench.scheduler.plan()
+    assert bench.scheduler.reset_prefix_cache(reset_running=True)
+    assert bench.scheduler.commit(plan, bench.engine.execute(plan)) == []
+    bench.scheduler.check_invariants()
+    for _ in run(bench.scheduler, bench.engine):
+        pass
+    assert seq.output_token_ids == answer(range(40), 3)
+
+
+def test_after_a_reset_nothing_counts_as_cached() -> None:
+    bench = Bench(40, max_num_seqs=1)
+    bench.finish(request("seed", COMMON))
+    bench.add(request("0", [*COMMON, 5]))
+    assert bench.scheduler.waiting_uncached_tokens() == 1
+    assert bench.scheduler.reset_prefix_cache()
+    assert bench.scheduler.waiting_uncached_tokens() == 49
+
+
+def test_a_reset_that_finds_blocks_held_by_nobody_is_an_error() -> None:
+    bench = Bench(4)
+    bench.pool.allocate(1)
+    with pytest.raises(InvariantViolated, match="nobody runs; 1 blocks held"):
+        bench.scheduler.reset_prefix_cache()
+
+
 # --- the protocol of a step -------------------------------------------------------------------
 
 

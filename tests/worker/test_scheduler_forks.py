@@ -157,14 +157,27 @@ def test_a_leader_aborted_in_the_queue_leaves_its_place_to_a_fork() -> None:
     assert leader.status is Status.ABORTED
 
 
-def test_a_leader_aborted_between_chunks_leaves_what_it_computed() -> None:
-    bench = Bench(20, budget=16, max_num_seqs=3)
-    leader, first, second = family(2)
-    bench.add(leader, request("later", range(100, 120)))
-    bench.step()
-    bench.step()
+def test_an_heir_in_the_queue_has_waited_as_long_as_its_leader() -> None:
+    bench = Bench(20, budget=20, max_num_seqs=3, queue_order="shortest", ageing=1.0)
+    bench.add(request("busy", range(500, 520)), request("other", range(100, 145)))
+    assert bench.step() == {"busy": 20}
+    leader, fork = family(1)
+    bench.add(leader)  # it ranks 40 + 20, behind the other's 45
     bench.abort(leader)
-    assert bench.step()["fork 1"] == 8, "it is first in line and finds the blocks"
+    assert bench.step() == {"other": 20}
+    assert fork.status is Status.WAITING
+
+
+def test_a_leader_aborted_between_chunks_leaves_what_it_computed() -> None:
+    bench = Bench(20, budget=16, max_num_seqs=4, queue_order="shortest")
+    leader, first, second = family(2)
+    bench.add(leader)
+    bench.step()
+    bench.step()
+    bench.add(request("later", [1, 2, 3]))
+    bench.abort(leader)
+    row = list(bench.step().items())
+    assert row == [("fork 1", 8), ("later", 3)], "it is first in line and finds the blocks"
     finish(bench)
     assert first.output_token_ids == second.output_token_ids == answer(PROMPT, 5)
 

@@ -112,6 +112,20 @@ def test_whoever_was_planned_keeps_its_blocks() -> None:
         assert seq.output_token_ids == answer(range(20 * index, 20 * index + 9), 30)
 
 
+def test_p38_after_a_preemption_nobody_gets_in() -> None:
+    """Nor drafts: whoever lost its blocks is to find them."""
+    bench = Bench(6, max_num_seqs=2, num_drafts=3, answer_ids=(97,))
+    first = request("first", [97] * 48, max_tokens=20)
+    bench.add(first, request("second", range(100, 140), max_tokens=30))
+    bench.step()
+    bench.add(request("urgent", [1, 2, 3], priority=-1))  # no place: two are running
+    for plan, _ in run(bench.scheduler, bench.engine):
+        if bench.scheduler.counters.preemptions:
+            assert [(row.seq.request_id, row.num_drafts) for row in plan.rows] == [("first", 0)]
+            break
+    assert set(bench.step()) == {"urgent", "first"}
+
+
 def test_a_preempted_request_keeps_its_arrival() -> None:
     """P36, section 6 no 22: it comes back before whoever came after it, and is not newer."""
     bench = Bench(7, max_num_seqs=2, queue_order="shortest")

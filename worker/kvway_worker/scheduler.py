@@ -181,7 +181,7 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise InvariantViolated(f"step {self._in_flight.step_id} has not ended")
-        _ = now_s
+        self.pool.stats.now_s = now_s
         self._num_plans += 1
         step = self._planner.plan()
         plan = StepPlan(self._num_plans, tuple(step.rows), tuple(step.copies))
@@ -259,7 +259,7 @@ class Scheduler:
             InvariantViolated: If nobody runs and blocks are held.
         """
         if reset_running:
-            for seq in tuple(reversed(self._running)):
+            for seq in tuple(self._running):
                 self._requests.preempt(seq)
         if not self.pool.reset():
             if not self._running:
