@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from kvway_worker.block_pool import BlockPool
 from kvway_worker.block_tables import BlockTables
 from kvway_worker.counters import Counters
 from kvway_worker.drafts import Drafter
@@ -47,6 +48,7 @@ class Planner:
 
     Attributes:
         limits: How much a step may compute.
+        pool: Told what requests found in it.
         tables: Where blocks come from.
         requests: Who is there.
         drafter: Where drafts come from.
@@ -54,6 +56,7 @@ class Planner:
     """
 
     limits: Limits
+    pool: BlockPool
     tables: BlockTables
     requests: Requests
     drafter: Drafter
@@ -174,3 +177,11 @@ class Planner:
         seq.cached_tokens = seq.num_computed_tokens
         self.counters.prefix_cache_queries += seq.num_prompt_tokens
         self.counters.prefix_cache_hits += seq.cached_tokens
+        self.pool.stats.admitted(
+            hashes=seq.chain.hashes,
+            token_ids=seq.token_ids,
+            num_prompt_tokens=seq.num_prompt_tokens,
+            num_cached_tokens=seq.cached_tokens,
+            namespace=seq.namespace,
+            bypassed=not self.pool.reads_cache or seq.params.prompt_logprobs is not None,
+        )

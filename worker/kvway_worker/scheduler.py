@@ -89,7 +89,7 @@ class Scheduler:
         )
         self._running = self._requests.running
         self._planner = Planner(
-            self.limits, self._tables, self._requests, self._drafter, self.counters
+            self.limits, pool, self._tables, self._requests, self._drafter, self.counters
         )
         self._in_flight: StepPlan | None = None
         self._num_plans = 0
