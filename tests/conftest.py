@@ -19,7 +19,15 @@ GOLDEN_DIR = Path(__file__).parent / "golden"
 settings.register_profile("dev", max_examples=50, deadline=None)
 settings.register_profile("ci", max_examples=300, deadline=None, derandomize=True)
 settings.register_profile("soak", max_examples=20_000, deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
+settings.load_profile(PROFILE)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Lets a soak take as long as it takes."""
+    if PROFILE == "soak":
+        for item in items:
+            item.add_marker(pytest.mark.timeout(0))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

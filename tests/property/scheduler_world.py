@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Tokens
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
 
 from kvway_core.blocks import event_hash
-from kvway_core.errors import ContextLengthExceeded, InvalidRequest
+from kvway_core.errors import ContextLengthExceeded, InvalidRequest, PinQuotaExceeded
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.scheduler import Scheduler
 from kvway_worker.sequence import Sequence, Status
@@ -60,6 +61,7 @@ class Shape:
     max_num_seqs: int
     extra_budget: int
     prefix_caching: bool
+    force_miss: bool
     queue_order: QueueOrder
     num_drafts: int
     draft_min_match: int
@@ -92,7 +94,10 @@ class World:
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
         self.pool = BlockPool(
-            shape.num_blocks, shape.block_size, prefix_caching=shape.prefix_caching
+            shape.num_blocks,
+            shape.block_size,
+            prefix_caching=shape.prefix_caching,
+            force_miss=shape.force_miss,
         )
         self.scheduler = Scheduler(
             self.pool,
@@ -148,7 +153,7 @@ class World:
         had_work = self.scheduler.has_work
         running = [seq for seq in self.live if seq.status is Status.RUNNING]
         num_preempted = self.scheduler.counters.preemptions
-        plan = self.scheduler.plan(now_s=float(self._num_requests))
+        plan = self.scheduler.plan(now_s=float(self.engine.num_steps))
         assert bool(plan.rows) == had_work, "whoever is there makes progress"
         assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
         assert len(plan.rows) <= self.scheduler.max_num_seqs
@@ -195,6 +200,15 @@ class World:
         assert not done or self.pool.committed() == {}
         assert not done or self.pool.num_referenced == 0
 
+    def pin(self, seq: Sequence, *, num_steps: int) -> None:
+        """Pins what a request's prompt fills, for so many steps, if the quota allows it."""
+        num_blocks = seq.num_prompt_tokens // self.pool.block_size
+        now = self.engine.num_steps
+        with suppress(PinQuotaExceeded):
+            hashes = seq.chain.hashes[:num_blocks]
+            self.pool.pin(f"of {seq.priority}", hashes, expires_s=float(now + num_steps))
+        self.pool.expire_pins(float(now))
+
     def state(self, seq: Sequence) -> str:
         """Returns where a request that has not ended is, one of `STATES`."""
         leader = next((one for one in self.live if seq in one.forks), None)
@@ -222,6 +236,9 @@ class World:
         assert self.pool.num_free + self.pool.num_referenced == self.pool.num_blocks
         counters = self.scheduler.counters
         assert counters.num_accepted <= counters.num_drafts
+        read = self.pool.stats.read()
+        assert read.hits + sum(read.misses.values()) == counters.prefix_cache_queries
+        assert read.hits == counters.prefix_cache_hits
         self._check_events()
         for seq in self.live:
             self._check_answer(seq)

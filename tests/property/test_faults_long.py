@@ -64,6 +64,8 @@ def one_event(rng: random.Random, world: World) -> None:
     chance = rng.random()
     if chance < 0.02:
         world.reset(reset_running=rng.random() < 0.5)
+    elif chance < 0.05 and world.live:
+        world.pin(rng.choice(world.live), num_steps=rng.randrange(40))
     elif chance < 0.35 and world.live:
         # The state first, then who is in it: rare states get their share.
         states = sorted({world.state(seq) for seq in world.live})
@@ -87,6 +89,7 @@ def test_faults_in_every_state_leave_nothing_behind(
         max_num_seqs=5,
         extra_budget=6,
         prefix_caching=True,
+        force_miss=False,
         queue_order=queue_order,
         num_drafts=3,
         draft_min_match=2,

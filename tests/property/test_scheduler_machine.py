@@ -28,6 +28,7 @@ SHAPES = st.builds(
     max_num_seqs=st.integers(1, 5),
     extra_budget=st.integers(0, 30),
     prefix_caching=st.sampled_from([True, True, True, False]),
+    force_miss=st.sampled_from([False, False, False, True]),
     queue_order=st.sampled_from(["shortest", "arrival"]),
     num_drafts=st.sampled_from([0, 1, 3]),
     draft_min_match=st.integers(1, 2),
@@ -103,6 +104,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(reset_running=RARELY)
     def reset(self, *, reset_running: bool) -> None:
         self.here.reset(reset_running=reset_running)
+
+    @precondition(lambda self: self.here.live)
+    @rule(which=st.integers(0, 30), num_steps=st.integers(0, 9))
+    def pin(self, which: int, num_steps: int) -> None:
+        live = self.here.live
+        self.here.pin(live[which % len(live)], num_steps=num_steps)
 
     @invariant()
     def everything_holds(self) -> None:

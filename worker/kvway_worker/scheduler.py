@@ -334,7 +334,7 @@ class Scheduler:
         """Moves up those in the queue that begin with the blocks that a row filled."""
         first = row.start // self.pool.block_size
         end = row.seq.num_computed_tokens // self.pool.block_size
-        if end > first and self._waiting and self.pool.prefix_caching:
+        if end > first and self._waiting and self.pool.reads_cache:
             self._waiting.computed(row.seq.chain.hashes[:end], first)
 
     def _end(self, seq: Sequence, status: Status) -> None:
