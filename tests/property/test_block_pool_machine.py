@@ -1,8 +1,8 @@
 """The block pool against a naive one: lists and dictionaries, nothing clever.
 
-The model knows sequences (their tokens and tables), which prefixes can be found, and one list of
-free blocks. Every answer of the pool, and the order in which it gives blocks away, must be the
-same.
+The model knows holders (their tokens and tables), what is in each block, the pins, and one list of
+free blocks per tier. Every answer of the pool, and the order in which it gives blocks away, must
+be the same.
 """
 
 from __future__ import annotations
@@ -21,78 +21,229 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvway_core.blocks import Namespace, block_hashes, event_hash
-from kvway_core.errors import OutOfBlocks
-from kvway_worker.block_content import BlockContent
+from kvway_core.blocks import BlockHash, Namespace, block_hashes, event_hash
+from kvway_core.errors import OutOfBlocks, PinQuotaExceeded
+from kvway_worker.block_content import BlockContent, Parent, TailContent, Tokens
 from kvway_worker.block_pool import BlockPool
-from tests.worker.batching import Replay
+from kvway_worker.eviction import TIERS, Tier
+from tests.worker.batching import OneHash, Replay
 
 pytestmark = pytest.mark.property
 
-SIZE = 2
+SIZE = 3
 NAMESPACES = (Namespace("m", block_size=SIZE), Namespace("m", block_size=SIZE, cache_salt="s"))
-Prefix = tuple[int, ...]
-"""The namespace's number and all tokens up to the end of a block."""
+
+namespaces = st.sampled_from([NAMESPACES[0], NAMESPACES[0], NAMESPACES[0], NAMESPACES[1]])
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> list[int]:
+    """One of two documents, cut anywhere, often with a short tail of its own."""
+    length = draw(st.integers(0, 9))
+    tail = draw(st.lists(st.integers(0, 1), max_size=4))
+    return [draw(st.integers(0, 1))] * length + tail or [0]
 
 
 @dataclass(eq=False)
 class Holder:
-    """A sequence of the model: every block that it holds, and what is in the first ones."""
+    """A sequence of the model and every block that it holds."""
 
-    namespace: int
+    namespace: Namespace
     token_ids: list[int]
+    ephemeral: bool
+    collides: bool
     table: list[int] = field(default_factory=list)
-
-    def prefix(self, num_blocks: int) -> Prefix:
-        return (self.namespace, *self.token_ids[: num_blocks * SIZE])
+    num_published: int = 0
+    is_computed: bool = False
 
     @property
     def num_full(self) -> int:
         return len(self.token_ids) // SIZE
 
+    @property
+    def hashes(self) -> list[BlockHash]:
+        if self.collides:
+            chain = OneHash(SIZE)
+            chain.extend(self.token_ids)
+            return chain.hashes
+        return block_hashes(self.token_ids, parent=self.namespace.root(), block_size=SIZE)
+
+    def tokens(self, index: int) -> Tokens:
+        return tuple(self.token_ids[index * SIZE : (index + 1) * SIZE])
+
+    def parent(self, index: int) -> Parent:
+        return self.table[index - 1] if index else self.namespace
+
+
+@dataclass
+class Kept:
+    """What is in a block of the model; a tail has no hash."""
+
+    block_hash: BlockHash | None
+    parent: Parent
+    tokens: Tokens
+    pending: bool
+    ephemeral: bool
+    hits: int = 0
+
+    @property
+    def stays(self) -> bool:
+        return not self.pending and not self.ephemeral
+
 
 class NaivePool:
     """What a pool must do, in the plainest way."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.free = list(range(num_blocks))
-        self.found: dict[Prefix, int] = {}
-        self.holders: list[Holder] = []
+    def __init__(self, num_blocks: int, max_pinned: int) -> None:
+        self.blank = list(range(num_blocks))
+        self.tiers: dict[Tier, list[int]] = {tier: [] for tier in TIERS}
+        self.max_protected = num_blocks * 4 // 5
+        self.max_pinned = max_pinned
+        self.refs = [0] * num_blocks
+        self.kept: dict[int, Kept] = {}
+        self.pins: dict[str, tuple[list[BlockHash], float]] = {}
 
-    def is_held(self, block: int) -> bool:
-        return any(block in holder.table for holder in self.holders)
+    @property
+    def free(self) -> list[int]:
+        return self.blank + [block for tier in self.tiers.values() for block in tier]
 
-    def has_content(self, block: int) -> bool:
-        return block in self.found.values()
+    def find(self, block_hash: BlockHash) -> int | None:
+        return next((b for b, kept in self.kept.items() if kept.block_hash == block_hash), None)
 
     def match(self, holder: Holder) -> list[int]:
         hits: list[int] = []
-        for count in range(1, holder.num_full + 1):
-            block = self.found.get(holder.prefix(count))
+        parent: Parent = holder.namespace
+        for index, block_hash in enumerate(holder.hashes):
+            block = self.find(block_hash)
             if block is None:
                 break
+            if (self.kept[block].parent, self.kept[block].tokens) != (
+                parent,
+                holder.tokens(index),
+            ):
+                break
             hits.append(block)
+            parent = block
         return hits
 
-    def allocate(self, num_new: int, hits: list[int]) -> list[int] | None:
-        free = [block for block in self.free if block not in hits]
-        if num_new > len(free):
-            return None
-        new, self.free = free[:num_new], free[num_new:]
-        self.found = {prefix: block for prefix, block in self.found.items() if block not in new}
-        return new
+    def sources(self, holder: Holder, hits: list[int]) -> dict[int, int]:
+        """Blocks to copy from, and how many tokens."""
+        parent = hits[-1] if hits else holder.namespace
+        wanted = holder.token_ids[len(hits) * SIZE :][:SIZE]
+        most = len(holder.token_ids) - len(hits) * SIZE - 1
+        found: dict[int, int] = {}
+        for block, kept in self.kept.items():
+            if kept.stays and kept.parent == parent:
+                shared = 0
+                while shared < min(len(wanted), len(kept.tokens)):
+                    if wanted[shared] != kept.tokens[shared]:
+                        break
+                    shared += 1
+                found[block] = min(shared, most)
+        best = max(found.values(), default=0)
+        return {block: shared for block, shared in found.items() if shared == best > 0}
 
-    def release(self, holder: Holder, pending: set[int]) -> None:
-        self.holders.remove(holder)
-        for block in reversed(holder.table):
-            if self.is_held(block):
+    def hold(self, block: int) -> None:
+        for places in (self.blank, *self.tiers.values()):
+            if block in places:
+                places.remove(block)
+        self.refs[block] += 1
+
+    def claim(self, block: int) -> None:
+        if block in self.kept and self.kept[block].ephemeral:
+            self.kept[block].ephemeral = False
+            self.drop_beginnings(block)
+
+    def drop_beginnings(self, block: int) -> None:
+        """Empties the tails that hold nothing but a beginning of what is in a block."""
+        own = self.kept[block]
+        tails = [b for b, kept in self.kept.items() if kept.block_hash is None and b != block]
+        for tail in tails:
+            kept = self.kept[tail]
+            begins = own.tokens[: len(kept.tokens)] == kept.tokens
+            if own.stays and kept.parent == own.parent and begins:
+                del self.kept[tail]
+                for places in self.tiers.values():
+                    if tail in places:
+                        places.remove(tail)
+                self.blank.insert(0, tail)
+
+    def next(self) -> int:
+        block = self.free[0]
+        self.hold(block)
+        self.kept.pop(block, None)
+        return block
+
+    def pinned(self) -> set[int]:
+        held: set[int] = set()
+        for hashes, _ in self.pins.values():
+            parent: int | None = None
+            for block_hash in hashes:
+                block = self.find(block_hash)
+                if block is None or self.kept[block].pending:
+                    break
+                before = self.kept[block].parent
+                if (before if isinstance(before, int) else None) != parent:
+                    break
+                held.add(block)
+                parent = block
+        return held
+
+    def put(self, block: int) -> None:
+        kept = self.kept.get(block)
+        if kept is None:
+            self.blank.insert(0, block)
+        elif block in self.pinned():
+            self.tiers["pinned"].append(block)
+        elif kept.hits < 2:
+            self.tiers["probation"].append(block)
+        else:
+            self.tiers["protected"].append(block)
+            if len(self.tiers["protected"]) > self.max_protected:
+                self.tiers["probation"].append(self.tiers["protected"].pop(0))
+
+    def put_again(self, block: int) -> None:
+        if not self.refs[block]:
+            for places in self.tiers.values():
+                if block in places:
+                    places.remove(block)
+            self.put(block)
+
+    def release(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if self.refs[block]:
                 continue
-            if block in pending:
-                self.found = {p: b for p, b in self.found.items() if b != block}
-            if self.has_content(block):
-                self.free.append(block)
-            else:
-                self.free.insert(0, block)
+            kept = self.kept.get(block)
+            if kept is not None and not kept.stays:
+                del self.kept[block]
+            self.put(block)
+
+    def keep_tail(self, block: int, parent: Parent, tokens: Tokens) -> None:
+        if self.refs[block] != 1 or block in self.kept:
+            return
+        if isinstance(parent, int) and not (parent in self.kept and self.kept[parent].stays):
+            return
+        for kept in self.kept.values():
+            if kept.stays and kept.parent == parent and kept.tokens[: len(tokens)] == tokens:
+                return
+        self.kept[block] = Kept(None, parent, tokens, pending=False, ephemeral=False)
+        self.drop_beginnings(block)
+
+    def chain_of(self, pin_id: str) -> list[int]:
+        """The blocks a pin holds, the deepest first."""
+        alone = NaivePool(1, 1)
+        alone.kept, alone.pins = self.kept, {pin_id: self.pins[pin_id]}
+        held = alone.pinned()
+        blocks = [self.find(block_hash) for block_hash in self.pins[pin_id][0]]
+        return [block for block in dict.fromkeys(reversed(blocks)) if block in held]
+
+    def unpin(self, pin_id: str) -> None:
+        chain = self.chain_of(pin_id)
+        del self.pins[pin_id]
+        for block in chain:
+            if block not in self.pinned():
+                self.put_again(block)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -103,78 +254,231 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.replay = Replay()
-        self.pending: set[int] = set()
+        self.live: list[Holder] = []
+        self.now_s = 0.0
 
-    @initialize(num_blocks=st.integers(1, 9))
-    def make(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, SIZE)
-        self.model = NaivePool(num_blocks)
-
-    def find(self, holder: Holder) -> list[int]:
-        namespace = NAMESPACES[holder.namespace]
-        keys = block_hashes(holder.token_ids, parent=namespace.root(), block_size=SIZE)
-        return list(self.pool.match(keys, holder.token_ids, namespace=namespace).blocks)
+    @initialize(num_blocks=st.integers(1, 12), quota=st.sampled_from([0.0, 0.5, 1.0]))
+    def make(self, num_blocks: int, quota: float) -> None:
+        self.pool = BlockPool(num_blocks, SIZE, pin_quota=quota)
+        self.model = NaivePool(num_blocks, int(num_blocks * quota))
 
     @rule(
         target=holders,
-        namespace=st.integers(0, 1),
-        token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=9),
+        namespace=namespaces,
+        token_ids=prompts(),
+        ephemeral=st.sampled_from([False, False, True]),
+        collides=st.sampled_from([False, False, False, True]),
+        again=st.booleans(),
     )
-    def open(self, namespace: int, token_ids: list[int]) -> Holder:
+    def open(
+        self,
+        namespace: Namespace,
+        token_ids: list[int],
+        ephemeral: bool,  # noqa: FBT001 - hypothesis passes it by name
+        collides: bool,  # noqa: FBT001
+        again: bool,  # noqa: FBT001
+    ) -> Holder:
         """Looks a prompt up, takes its blocks and publishes the new ones."""
-        holder = Holder(namespace, token_ids)
-        hits = self.find(holder)
+        return self.begin(Holder(namespace, token_ids, ephemeral, collides), again)
+
+    def begin(self, holder: Holder, again: bool) -> Holder:  # noqa: FBT001 - as the rule's
+        namespace, token_ids, ephemeral = holder.namespace, holder.token_ids, holder.ephemeral
+        found = self.pool.match(holder.hashes, token_ids, namespace=namespace)
+        hits = list(found.blocks)
         assert hits == self.model.match(holder)
+        sources = self.model.sources(holder, hits)
+        if found.tail is None:
+            assert sources == {}
+        else:
+            assert sources[found.tail.block_id] == found.tail.num_tokens
+        source = found.tail.block_id if found.tail else None
         num_new = -(-len(token_ids) // SIZE) - len(hits)
-        new = self.model.allocate(num_new, hits)
-        assert self.pool.can_allocate(num_new, hits=hits) == (new is not None)
-        if new is None:
+        if not self.fits(num_new, hits, source):
             with pytest.raises(OutOfBlocks):
-                self.pool.allocate(num_new, hits=hits)
-            return holder  # it holds nothing
-        assert self.pool.allocate(num_new, hits=hits) == new
-        self.model.free = [block for block in self.model.free if block not in hits]
+                self.pool.allocate(num_new, hits=hits, source=source)
+            source = None
+            if not self.fits(num_new, hits, None):
+                return holder  # it holds nothing
+        new = self.pool.allocate(
+            num_new, hits=hits, source=source, ephemeral=ephemeral, again=again
+        )
+        for block in hits:
+            self.model.hold(block)
+            self.model.kept[block].hits += not again
+            if not ephemeral:
+                self.model.claim(block)
+        if source is not None:
+            self.model.hold(source)
+        assert new == [self.model.next() for _ in range(num_new)]
+        if source is not None:
+            self.model.release([source])
         holder.table = hits + new
-        self.model.holders.append(holder)
-        self.publish(holder, len(hits))
+        holder.num_published = len(hits)
+        self.live.append(holder)
+        self.publish(holder)
         return holder
 
-    def publish(self, holder: Holder, start: int) -> None:
-        namespace = NAMESPACES[holder.namespace]
-        keys = block_hashes(holder.token_ids, parent=namespace.root(), block_size=SIZE)
-        for index in range(start, holder.num_full):
-            block = holder.table[index]
-            content = BlockContent(
-                keys[index],
-                holder.table[index - 1] if index else namespace,
-                tuple(holder.token_ids[index * SIZE : (index + 1) * SIZE]),
-            )
-            assert self.pool.publish(block, content) == block
-            self.model.found[holder.prefix(index + 1)] = block
-            self.pending.add(block)
+    def fits(self, num_new: int, hits: list[int], source: int | None) -> bool:
+        needed = [*hits, *([] if source is None else [source])]
+        num_needed = num_new + sum(not self.model.refs[block] for block in needed)
+        assert self.pool.can_allocate(num_new, hits=needed) == (num_needed <= self.pool.num_free)
+        return num_needed <= len(self.model.free)
+
+    def publish(self, holder: Holder) -> None:
+        holder.is_computed = False
+        for index in range(holder.num_published, holder.num_full):
+            own, key = holder.table[index], holder.hashes[index]
+            parent, tokens = holder.parent(index), holder.tokens(index)
+            content = BlockContent(key, parent, tokens)
+            found = self.pool.publish(own, content, ephemeral=holder.ephemeral)
+            known = self.model.find(key)
+            if known is None:
+                assert found == own
+                self.model.kept[own] = Kept(
+                    key, parent, tokens, pending=True, ephemeral=holder.ephemeral
+                )
+            elif (self.model.kept[known].parent, self.model.kept[known].tokens) == (
+                parent,
+                tokens,
+            ):
+                assert found == known
+                if not holder.ephemeral:
+                    self.model.claim(known)
+            else:
+                assert found is None
+                return
+            if found != own:  # somebody else has computed the same
+                assert found is not None
+                self.pool.touch(found, ephemeral=holder.ephemeral)
+                self.model.hold(found)
+                self.pool.free([own])
+                self.model.release([own])
+                holder.table[index] = found
+            holder.num_published = index + 1
+
+    @rule(target=holders, parent=holders, ephemeral=st.booleans())
+    def fork(self, parent: Holder, ephemeral: bool) -> Holder:  # noqa: FBT001 - by name
+        """Shares every block of another holder."""
+        child = Holder(parent.namespace, list(parent.token_ids), ephemeral, parent.collides)
+        if parent not in self.live:
+            return child
+        child.table = list(parent.table)
+        child.num_published = parent.num_published
+        child.is_computed = parent.is_computed
+        for block in child.table:
+            self.pool.touch(block, ephemeral=ephemeral)
+            self.model.hold(block)
+            if not ephemeral:
+                self.model.claim(block)
+        self.live.append(child)
+        return child
+
+    @rule(holder=holders, token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=4))
+    def grow(self, holder: Holder, token_ids: list[int]) -> None:
+        """Appends tokens; a partly filled block that others hold is copied first."""
+        if holder not in self.live:
+            return
+        at, num_rows = divmod(len(holder.token_ids), SIZE)
+        copies = bool(num_rows) and self.model.refs[holder.table[at]] > 1
+        num_new = -(-(len(holder.token_ids) + len(token_ids)) // SIZE) - len(holder.table) + copies
+        if not self.fits(num_new, [], None):
+            return
+        new = self.pool.allocate(num_new)
+        assert new == [self.model.next() for _ in range(num_new)]
+        if copies:
+            shared, holder.table[at] = holder.table[at], new.pop(0)
+            self.pool.free([shared])
+            self.model.release([shared])
+        holder.table += new
+        holder.token_ids += token_ids
+        self.publish(holder)
 
     @rule(holder=consumes(holders))
     def close(self, holder: Holder) -> None:
         """Gives the blocks back, in the middle of a step or after it."""
-        if holder in self.model.holders:
-            self.model.release(holder, self.pending)
-            self.pool.free(holder.table)
-            self.pending = {block for block in self.pending if self.model.is_held(block)}
+        self.end(holder)
+
+    @rule(namespace=namespaces, token_ids=prompts(), again=st.sampled_from([False, False, True]))
+    def serve(self, namespace: Namespace, token_ids: list[int], again: bool) -> None:  # noqa: FBT001 - by name
+        """A whole request, so that many of them come by."""
+        holder = self.begin(Holder(namespace, token_ids, ephemeral=False, collides=False), again)
+        self.commit()
+        self.end(holder)
+
+    def end(self, holder: Holder) -> None:
+        if holder not in self.live:
+            return
+        self.live.remove(holder)
+        if holder.is_computed and not holder.ephemeral and len(holder.token_ids) % SIZE:
+            block, at = holder.table[-1], len(holder.table) - 1
+            if holder.num_published == at:
+                content = TailContent(holder.parent(at), holder.tokens(at))
+                self.pool.keep_tail(block, content)
+                self.model.keep_tail(block, *content)
+        self.pool.free(holder.table)
+        self.model.release(holder.table)
 
     @rule()
     def commit(self) -> None:
         self.pool.commit()
-        self.pending.clear()
+        pending = [block for block, kept in self.model.kept.items() if kept.pending]
+        for block in pending:
+            self.model.kept[block].pending = False
+            self.model.drop_beginnings(block)
+            if block in self.model.pinned():
+                self.model.claim(block)
+        for holder in self.live:
+            holder.is_computed = True
 
     @rule()
     def reset(self) -> None:
-        idle = not any(holder.table for holder in self.model.holders)
+        idle = not self.live
         assert self.pool.reset() == idle
         if idle:
-            self.model.found.clear()
+            self.model.kept.clear()
             # In which order blank blocks are given away is the pool's business.
             assert sorted(self.pool.free_order()) == sorted(self.model.free)
-            self.model.free = self.pool.free_order()
+            self.model.blank = self.pool.free_order()
+            self.model.tiers = {tier: [] for tier in TIERS}
+
+    @rule(
+        pin_id=st.sampled_from("ab"),
+        namespace=namespaces,
+        token_ids=prompts(),
+        lasts_s=st.integers(1, 3),
+    )
+    def pin(self, pin_id: str, namespace: Namespace, token_ids: list[int], lasts_s: int) -> None:
+        keys = block_hashes(token_ids, parent=namespace.root(), block_size=SIZE)
+        others = [hashes for other, (hashes, _) in self.model.pins.items() if other != pin_id]
+        named = {key for hashes in (*others, keys) for key in hashes}
+        if len(named) > self.model.max_pinned:
+            with pytest.raises(PinQuotaExceeded):
+                self.pool.pin(pin_id, keys, expires_s=self.now_s + lasts_s)
+            return
+        info = self.pool.pin(pin_id, keys, expires_s=self.now_s + lasts_s)
+        if pin_id in self.model.pins:
+            self.model.unpin(pin_id)
+        self.model.pins[pin_id] = (keys, self.now_s + lasts_s)
+        chain = self.model.chain_of(pin_id)
+        assert (info.num_blocks, info.num_cached_blocks) == (len(keys), len(chain))
+        for block in reversed(chain):
+            self.model.claim(block)
+        for block in chain:
+            self.model.put_again(block)
+
+    @rule(pin_id=st.sampled_from("ab"))
+    def unpin(self, pin_id: str) -> None:
+        assert self.pool.unpin(pin_id) == (pin_id in self.model.pins)
+        if pin_id in self.model.pins:
+            self.model.unpin(pin_id)
+
+    @rule()
+    def expire(self) -> None:
+        self.now_s += 1
+        over = [pin for pin, (_, until) in self.model.pins.items() if until <= self.now_s]
+        assert self.pool.expire_pins(self.now_s) == over
+        for pin_id in over:
+            self.model.unpin(pin_id)
 
     @invariant()
     def pool_and_model_agree(self) -> None:
@@ -182,15 +486,22 @@ class PoolMachine(RuleBasedStateMachine):
             return
         pool, model = self.pool, self.model
         pool.check_invariants()
+        assert {tier: pool.tier(tier) for tier in TIERS} == model.tiers
         assert pool.free_order() == model.free
-        held = [block for holder in model.holders for block in holder.table]
+        assert pool.num_pinned == len(model.pinned())
+        assert [pin.pin_id for pin in pool.pins()] == list(model.pins)
+        held = [block for holder in self.live for block in holder.table]
         for block in range(pool.num_blocks):
-            assert pool.num_references(block) == held.count(block)
-            assert (pool.content(block) is not None) == model.has_content(block)
-            assert pool.is_pending(block) == (block in self.pending)
-        assert len(held) == 0 or pool.num_referenced == len(set(held))
-        committed = {block for block in model.found.values() if block not in self.pending}
-        assert set(pool.committed().values()) == committed
+            assert pool.num_references(block) == held.count(block) == model.refs[block]
+            kept = model.kept.get(block)
+            content, tail = pool.content(block), pool.tail(block)
+            if kept is None:
+                assert (content, tail) == (None, None)
+            elif kept.block_hash is None:
+                assert (content, tail) == (None, (kept.parent, kept.tokens))
+            else:
+                assert content == (kept.block_hash, kept.parent, kept.tokens)
+                assert (tail, pool.is_pending(block)) == (None, kept.pending)
 
     @invariant()
     def events_replay_to_what_is_committed(self) -> None:
@@ -207,5 +518,5 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestBlockPool = PoolMachine.TestCase
 TestBlockPool.settings = settings(
-    max_examples=max(200, settings().max_examples), stateful_step_count=40
+    max_examples=max(200, settings().max_examples), stateful_step_count=50
 )
