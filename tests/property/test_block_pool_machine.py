@@ -97,7 +97,7 @@ class NaivePool:
     def __init__(self, num_blocks: int, max_pinned: int) -> None:
         self.blank = list(range(num_blocks))
         self.tiers: dict[Tier, list[int]] = {tier: [] for tier in TIERS}
-        self.max_protected = num_blocks * 4 // 5
+        self.max_protected = num_blocks // 5
         self.max_pinned = max_pinned
         self.refs = [0] * num_blocks
         self.kept: dict[int, Kept] = {}
@@ -257,7 +257,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.live: list[Holder] = []
         self.now_s = 0.0
 
-    @initialize(num_blocks=st.integers(1, 12), quota=st.sampled_from([0.0, 0.5, 1.0]))
+    @initialize(num_blocks=st.integers(1, 16), quota=st.sampled_from([0.0, 0.5, 1.0]))
     def make(self, num_blocks: int, quota: float) -> None:
         self.pool = BlockPool(num_blocks, SIZE, pin_quota=quota)
         self.model = NaivePool(num_blocks, int(num_blocks * quota))

@@ -22,8 +22,12 @@ Tier: TypeAlias = Literal["probation", "protected", "pinned"]
 TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 """In the order in which they are given away."""
 
-PROTECTED_SHARE: Final = 0.8
-"""Of all blocks, how many may be in `protected`: new content always has room to prove itself."""
+PROTECTED_SHARE: Final = 0.2
+"""Of all blocks, how many may be in `protected`.
+
+Enough for what everybody's prompts begin with. More is worse than plain LRU on real traces: what
+is protected and not used any more keeps out what could be (docs/decisions/0008).
+"""
 
 
 class FreeBlocks:
