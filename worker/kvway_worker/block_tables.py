@@ -107,6 +107,8 @@ class BlockTables:
         first, num_rows = divmod(seq.num_computed_tokens, size)
         copies = bool(num_rows) and not self._is_own(seq.block_table[first])
         num_new = max(0, self._num_blocks(end) - len(seq.block_table))
+        if not num_new and not copies:
+            return ()  # nearly every token: the last block has room and is its own
         if not pool.can_allocate(num_new + copies):
             return None
         new = pool.allocate(num_new + copies)
