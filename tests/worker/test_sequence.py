@@ -8,7 +8,7 @@ import pytest
 
 from kvway_core.blocks import BlockHash, Namespace, block_hashes
 from kvway_core.errors import InvalidRequest
-from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
 from kvway_worker.sequence import Sequence, Status
 from tests.worker.batching import request
 
@@ -61,6 +61,19 @@ def test_the_caller_keeps_its_own_list() -> None:
     seq = request("0", prompt)
     seq.append(4)
     assert prompt == [1, 2, 3]
+
+
+def test_prompt_log_probabilities_take_their_places() -> None:
+    """Computed again they replace what was there; those of the answer are not the prompt's."""
+    seq = request("0", range(5))
+    of = [TokenLogprobs(token, -float(token), 1) for token in range(9)]
+    seq.add_prompt_logprobs(0, of[1:3])
+    seq.add_prompt_logprobs(2, of[3:6])
+    assert seq.prompt_logprobs == of[1:5]
+    seq.add_prompt_logprobs(1, of[2:4])
+    assert seq.prompt_logprobs == of[1:5]
+    seq.add_prompt_logprobs(4, of[5:7])
+    assert seq.prompt_logprobs == of[1:5]
 
 
 @pytest.mark.parametrize(
