@@ -490,6 +490,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert pool.free_order() == model.free
         assert pool.num_pinned == len(model.pinned())
         assert [pin.pin_id for pin in pool.pins()] == list(model.pins)
+        assert set(pool.stats._lives) == set(pool.committed())
         held = [block for holder in self.live for block in holder.table]
         for block in range(pool.num_blocks):
             assert pool.num_references(block) == held.count(block) == model.refs[block]
@@ -518,5 +519,5 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestBlockPool = PoolMachine.TestCase
 TestBlockPool.settings = settings(
-    max_examples=max(200, settings().max_examples), stateful_step_count=50
+    max_examples=max(100, settings().max_examples), stateful_step_count=50
 )
