@@ -5,7 +5,7 @@ Import these from `kvway_core.api`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -50,13 +50,61 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     content: str
 
 
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token that was likely. `bytes` are its own, also when it is a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, frozen=True, kw_only=True):
+    """A token of an answer, and those that were likeliest in its place, best first."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log probabilities of the tokens of a chat's answer."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log probabilities of a completion, one entry per token; null for a text's first token.
+
+    `text_offset` is where a token's text begins, in characters; the pieces of one character begin
+    together.
+    """
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """How likely a token was in the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+"""For each token of a prompt: its id and the likeliest ones' -> how likely; null for the first."""
+
+
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of a chat."""
+    """One answer of a chat. `stop_reason` is the stop string or token that ended it."""
 
     index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +116,8 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -82,8 +132,10 @@ class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +147,7 @@ class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,8 +155,12 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +172,22 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+
+
+class Pin(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of POST /pins: a prefix that is kept. `expires_at` is in Unix seconds."""
+
+    id: str
+    num_tokens: int
+    num_blocks: int
+    num_cached_blocks: int
+    expires_at: float
+
+
+class PinList(msgspec.Struct, frozen=True, kw_only=True):
+    """Answer of GET /pins."""
+
+    pins: list[Pin]
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

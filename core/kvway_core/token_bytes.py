@@ -48,6 +48,7 @@ class TokenBytes:
         self._has_byte_tokens = "ByteFallback" in kinds
         added = tokenizer.get_added_tokens_decoder()
         self._added = {token_id: token.content.encode() for token_id, token in added.items()}
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def __call__(self, token_id: int) -> bytes:
         """Returns the bytes of a token, none for an id that stands for nothing."""
@@ -65,6 +66,10 @@ class TokenBytes:
             return bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE, " ").encode()
         text: str = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return text.encode()
+
+    def is_special(self, token_id: int) -> bool:
+        """Says whether a token is left out of texts without special tokens."""
+        return token_id in self._special
 
 
 def _kinds(decoder: object) -> Iterator[str]:

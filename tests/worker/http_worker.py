@@ -23,6 +23,8 @@ from kvway_core.web import make_runner
 from kvway_worker.app import build_app
 from kvway_worker.engine import Engine, EngineLoop
 from kvway_worker.loading import load_model
+from kvway_worker.sampling_params import TokenLogprobs
+from kvway_worker.sequence import Sequence
 from kvway_worker.settings import WorkerSettings
 from kvway_worker.state import Worker
 from kvway_worker.step import Sampled, StepPlan, StepResult
@@ -61,15 +63,33 @@ class ScriptedEngine:
         if self._num_steps in self._fails_at:
             raise RuntimeError("as scripted")
         return StepResult(
+            {seq.request_id: self._sampled(seq) for row in plan.rows for seq in row.sampling},
             {
-                seq.request_id: Sampled((self._script[seq.num_output_tokens % len(self._script)],))
+                row.seq.request_id: tuple(
+                    scripted_logprobs(token, row.seq.params.prompt_logprobs or 0)
+                    for token in row.seq.prompt_token_ids[row.start + 1 : row.end + 1]
+                )
                 for row in plan.rows
-                for seq in row.sampling
-            }
+                if row.wants_prompt_logprobs
+            },
         )
+
+    def token(self, seq: Sequence) -> int:
+        """Return the next token of an answer."""
+        return self._script[seq.num_output_tokens % len(self._script)]
+
+    def _sampled(self, seq: Sequence) -> Sampled:
+        token, asked = self.token(seq), seq.params.logprobs
+        return Sampled((token,), () if asked is None else (scripted_logprobs(token, asked),))
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def scripted_logprobs(token: int, num_top: int) -> TokenLogprobs:
+    """What ScriptedEngine says of any token: -id/1000, rank 3, the ids 65, 66, ... likeliest."""
+    top = tuple((65 + index, -index / 8) for index in range(num_top))
+    return TokenLogprobs(token, -token / 1000, 3, top)
 
 
 class GatedEngine(ScriptedEngine):

@@ -44,6 +44,7 @@ async def test_a_chat_is_answered_in_openais_form(byte_model: Path) -> None:
                 "message": {"role": "assistant", "content": "Hi!"},
                 "logprobs": None,
                 "finish_reason": "length",
+                "stop_reason": None,
             }
         ],
         "usage": {
@@ -63,7 +64,13 @@ async def test_a_completion_is_answered_in_openais_form(byte_model: Path) -> Non
     assert body["id"].startswith("cmpl-")
     assert body["object"] == "text_completion"
     assert body["choices"] == [
-        {"index": 0, "text": "Hi!", "logprobs": None, "finish_reason": "length"}
+        {
+            "index": 0,
+            "text": "Hi!",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
     ]
     assert body["usage"]["prompt_tokens"] == 3
 
@@ -106,7 +113,9 @@ async def test_include_usage_adds_one_event_without_choices(byte_model: Path, ma
     async with serving(byte_model) as running:
         _, whole, _ = await running.post(path, make("cold prompt of its own, long enough"))
         request = make(
-            "another cold prompt, long enough too", stream_options={"include_usage": True}
+            "another cold prompt, long enough too",
+            stream_options={"include_usage": True},
+            cache_salt="its own",
         )
         *chunks, last, done = await running.events(path, request)
     assert done == "[DONE]"
@@ -209,7 +218,13 @@ async def test_the_last_chunk_of_a_stopped_chat_adds_nothing(byte_model: Path) -
         *_, last, done = await running.events(CHAT, chat())
     assert done == "[DONE]"
     assert last["choices"] == [
-        {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
+        {
+            "index": 0,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
     ]
 
 
@@ -234,7 +249,7 @@ async def test_a_cache_salt_keeps_caches_apart(byte_model: Path) -> None:
         for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {}, {"cache_salt": "a"}):
             _, body, _ = await running.post(COMPLETIONS, completion("p" * 40, **salt))
             cached.append(body["usage"]["prompt_tokens_details"]["cached_tokens"])
-    assert cached == [0, 0, 0, 2 * BLOCK]
+    assert cached == [0, 0, 0, 39]
 
 
 async def test_text_and_its_token_ids_are_the_same_prompt(byte_model: Path) -> None:

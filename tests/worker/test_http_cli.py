@@ -14,7 +14,7 @@ import pytest
 from kvway_core.config import load
 from kvway_core.errors import ConfigError
 from kvway_worker.cli import COMMAND, DESCRIPTION
-from kvway_worker.jobs import CHAT_FIELDS, COMPLETION_FIELDS
+from kvway_worker.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from kvway_worker.settings import WorkerSettings
 
 EXAMPLE = Path(__file__).parents[2] / "worker" / "config.example.toml"
@@ -156,5 +156,7 @@ def test_a_sim_worker_loads_no_torch() -> None:
 def test_the_api_page_lists_exactly_the_fields_that_are_taken() -> None:
     """docs/worker-api.md names what is supported and what is accepted without effect."""
     page = (Path(__file__).parents[2] / "docs" / "worker-api.md").read_text()
-    listed = page.partition("## Requests")[2].partition("Any other field")[0]
-    assert set(re.findall(r"`(\w+)`", listed)) == CHAT_FIELDS | COMPLETION_FIELDS
+    section = page.partition("## Requests")[2].partition("Any other field")[0]
+    listed = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    listed += [line for line in section.splitlines() if line.startswith("Accepted")]
+    assert set(re.findall(r"`(\w+)`", " ".join(listed))) == CHAT_FIELDS | COMPLETION_FIELDS

@@ -33,22 +33,19 @@ def refused(status: int, body: Any) -> tuple[int, str, str | None]:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("logprobs", True),
-        ("top_logprobs", 3),
+        ("echo", True),
+        ("best_of", 2),
+        ("prompt", "x"),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "auto"),
+        ("functions", []),
         ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"5": 1}),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("repetition_penalty", 1.1),
-        ("top_k", 40),
-        ("min_p", 0.1),
-        ("min_tokens", 4),
+        ("structured_outputs", {"json": {}}),
+        ("guided_json", {}),
+        ("logits_processors", ["x"]),
+        ("use_beam_search", True),
+        ("documents", []),
         ("chat_template", "{{ messages }}"),
-        ("chat_template_kwargs", {"x": 1}),
-        ("priority", 1),
         ("kv_transfer_params", {}),
         ("modalities", ["audio"]),
         ("no_such_field", 1),
@@ -64,7 +61,14 @@ async def test_an_unsupported_field_of_a_chat_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("n", 2), ("best_of", 2), ("logprobs", 1), ("echo", True), ("suffix", "x"), ("messages", [])],
+    [
+        ("suffix", "x"),
+        ("messages", []),
+        ("top_logprobs", 3),
+        ("max_completion_tokens", 3),
+        ("chat_template_kwargs", {}),
+        ("response_format", {"type": "json_schema"}),
+    ],
 )
 async def test_an_unsupported_field_of_a_completion_is_refused_by_name(
     running: Running, field: str, value: Any
@@ -88,6 +92,8 @@ async def test_an_unsupported_field_of_a_completion_is_refused_by_name(
         {"seed": 7, "temperature": 0.0, "top_p": 0.5},
         {"stop": None, "stream_options": None},
         {"tools": [], "logprobs": False, "logit_bias": {}, "presence_penalty": 0},
+        {"tool_choice": "none", "echo": False, "best_of": 1, "bad_words": [], "top_k": -1},
+        {"chat_template_kwargs": {"enable_thinking": False}},
         {"response_format": {"type": "text"}},
     ],
 )
@@ -108,6 +114,15 @@ async def test_a_harmless_field_is_accepted(running: Running, fields: dict[str, 
         (chat(max_tokens=0), "invalid_request", "max_tokens"),
         (chat(max_tokens="8"), "invalid_request", "max_tokens"),
         (chat(stop=[""]), "invalid_request", "stop"),
+        (chat(stop_token_ids=[258]), "invalid_request", "stop_token_ids"),
+        (chat(allowed_token_ids=[5, 258]), "invalid_request", "allowed_token_ids"),
+        (chat(logit_bias={"258": 1}), "invalid_request", "logit_bias"),
+        (chat(min_tokens=9), "invalid_request", "min_tokens"),
+        (chat("x", min_tokens=60, max_tokens=None), "invalid_request", "min_tokens"),
+        (chat(truncate_prompt_tokens=65), "invalid_request", "truncate_prompt_tokens"),
+        (chat(chat_template_kwargs={"x": 1}), "invalid_request", "chat_template_kwargs"),
+        (chat(chat_template_kwargs={"tools": "x"}), "invalid_request", "chat_template_kwargs"),
+        (chat(request_id="a b"), "invalid_request", "request_id"),
         ({"model": "tiny"}, "invalid_request", "messages"),
         (chat(messages=[]), "invalid_request", "messages"),
         (chat(cache_salt=""), "invalid_request", "cache_salt"),
@@ -249,7 +264,7 @@ async def test_a_wrong_route_or_method_is_refused_in_json(
 
 async def test_nothing_refused_reaches_the_engine(running: Running) -> None:
     """No step is computed for it and no block stays held."""
-    await running.post(CHAT, chat(n=2))
+    await running.post(CHAT, chat(n=9))
     await running.post(COMPLETIONS, completion("x" * 99))
     assert running.engine.load().num_steps == 0
     assert await running.nothing_is_held()

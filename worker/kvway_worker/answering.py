@@ -7,20 +7,21 @@ with its own status. What fails later ends the stream with an error event, witho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from kvway_core.api import SSE_DONE, FinishReason, PromptTokensDetails, Usage, encode, sse
+from kvway_core.api import SSE_DONE, PromptTokensDetails, Usage, encode, sse
 from kvway_core.errors import KvwayError, error_body
 from kvway_worker.generation import Delta, Generator
 from kvway_worker.jobs import Job
-from kvway_worker.sequence import Sequence as EngineSequence
-from kvway_worker.shapes import Choice, Shape
+from kvway_worker.sampling_params import TokenLogprobs
+from kvway_worker.shapes import Part, Shape
+from kvway_worker.streams import TokenStream
 
 CACHED_TOKENS_HEADER: Final = "x-kvway-cached-tokens"
 _STREAM_HEADERS: Final = {
@@ -32,14 +33,72 @@ _STREAM_HEADERS: Final = {
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One answer that came to its end."""
+class _Tally:
+    """Counts the tokens of a request's answers as they grow."""
 
-    text: str
-    num_tokens: int
-    cached_tokens: int
-    finish_reason: FinishReason
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._num_tokens = [0] * len(job.sequences)
+        self._cached_tokens = [0] * len(job.leaders)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were reused, those of each prompt counted once."""
+        return sum(self._cached_tokens)
+
+    def count(self, index: int, delta: Delta) -> None:
+        """Count what an answer has by now."""
+        prompt = index // self._job.num_choices
+        self._num_tokens[index] = delta.num_tokens
+        self._cached_tokens[prompt] = max(self._cached_tokens[prompt], delta.cached_tokens)
+
+    def usage(self) -> Usage:
+        """Return what the request cost so far."""
+        num_prompt_tokens, num_tokens = self._job.num_prompt_tokens, sum(self._num_tokens)
+        return Usage(
+            prompt_tokens=num_prompt_tokens,
+            completion_tokens=num_tokens,
+            total_tokens=num_prompt_tokens + num_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self.cached_tokens),
+        )
+
+
+@dataclass(slots=True)
+class _Gathering:
+    """Collects deltas of one answer until they are written together."""
+
+    index: int
+    is_first: bool = True
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    def add(self, delta: Delta) -> None:
+        self.texts.append(delta.text)
+        if delta.token_id is not None:
+            self.token_ids.append(delta.token_id)
+        if delta.logprobs is not None:
+            self.logprobs.append(delta.logprobs)
+        self.prompt_logprobs += delta.prompt_logprobs
+
+    def take(self, last: Delta) -> Part:
+        """Return what was collected up to `last`, and begin again behind it."""
+        part = Part(
+            self.index,
+            "".join(self.texts),
+            tuple(self.token_ids),
+            tuple(self.logprobs),
+            last.finish_reason,
+            last.stop_reason,
+            self.prompt_logprobs,
+            self.is_first,
+        )
+        self.is_first = False
+        self.prompt_logprobs = ()
+        for collected in (self.texts, self.token_ids, self.logprobs):
+            collected.clear()
+        return part
 
 
 async def answer_whole(
@@ -50,14 +109,25 @@ async def answer_whole(
     Raises:
         KvwayError: One of them failed; the others are aborted.
     """
-    answers = await _together([_answer(job, seq, generator) for seq in job.sequences])
-    choices = [Choice(answer.text, answer.finish_reason) for answer in answers]
-    usage = _usage(job, answers)
-    cached = sum(answer.cached_tokens for answer in answers)
+    tally = _Tally(job)
+
+    async def generate(index: int, stream: TokenStream) -> Part:
+        gathering = _Gathering(index)
+        last: Delta | None = None
+        async with aclosing(_deltas(job, index, stream, generator)) as deltas:
+            async for last in deltas:
+                gathering.add(last)
+                tally.count(index, last)
+        if last is None:
+            raise AssertionError("an answer has no end")
+        return gathering.take(last)
+
+    async with _submitted(job, generator) as streams:
+        parts = await _together([generate(*numbered) for numbered in enumerate(streams)])
     return web.Response(
-        body=encode(shape.whole(choices, usage)),
+        body=encode(shape.whole(parts, tally.usage())),
         content_type="application/json",
-        headers={**headers, CACHED_TOKENS_HEADER: str(cached)},
+        headers={**headers, CACHED_TOKENS_HEADER: str(tally.cached_tokens)},
     )
 
 
@@ -81,31 +151,63 @@ async def answer_in_events(
         KvwayError: It failed before anything was sent.
     """
     events = _EventStream(request, headers={**_STREAM_HEADERS, **headers})
+    tally = _Tally(job)
 
-    async def stream_one(index: int, seq: EngineSequence) -> _Answer:
-        async def send(delta: Delta) -> None:
-            if len(job.sequences) == 1:
-                await events.begin({CACHED_TOKENS_HEADER: str(delta.cached_tokens)})
-            else:
-                await events.begin()
-            if delta.num_tokens == 1 and (opening := shape.opening(index)) is not None:
-                await events.send(opening)
-            if delta.text or delta.finish_reason is not None:
-                await events.send(shape.chunk(index, delta.text, delta.finish_reason))
-
-        return await _answer(job, seq, generator, on_delta=send)
+    async def send(index: int, stream: TokenStream) -> None:
+        gathering = _Gathering(index)
+        has_begun = False
+        async with aclosing(_deltas(job, index, stream, generator)) as deltas:
+            async for delta in deltas:
+                tally.count(index, delta)
+                if not has_begun:
+                    has_begun = True
+                    await events.begin(_cached_header(job, delta))
+                    if (opening := shape.opening(index, tally.usage())) is not None:
+                        await events.send(opening)
+                gathering.add(delta)
+                if delta.text or delta.finish_reason is not None:
+                    await events.send(shape.chunk(gathering.take(delta), tally.usage()))
 
     try:
-        answers = await _together(
-            [stream_one(index, seq) for index, seq in enumerate(job.sequences)]
-        )
+        async with _submitted(job, generator) as streams:
+            await _together([send(*numbered) for numbered in enumerate(streams)])
     except KvwayError as exc:
         if not events.has_begun:
             raise
         return await events.end(sse(error_body(exc))), exc
     if job.include_usage:
-        await events.send(shape.closing(_usage(job, answers)))
+        await events.send(shape.closing(tally.usage()))
     return await events.end(SSE_DONE), None
+
+
+def _cached_header(job: Job, delta: Delta) -> dict[str, str]:
+    if len(job.leaders) > 1:
+        return {}
+    return {CACHED_TOKENS_HEADER: str(delta.cached_tokens)}
+
+
+@asynccontextmanager
+async def _submitted(job: Job, generator: Generator) -> AsyncGenerator[list[TokenStream], None]:
+    """Hand a job to the engine; what of it has not ended when the block is left, is aborted.
+
+    Raises:
+        KvwayError: What `EngineLoop.submit` raises; nothing runs then.
+    """
+    streams: list[TokenStream] = []
+    try:
+        for leader in job.leaders:
+            streams += generator.engine.submit(leader)
+        yield streams
+    finally:
+        for stream in streams:
+            await stream.aclose()
+
+
+def _deltas(
+    job: Job, index: int, stream: TokenStream, generator: Generator
+) -> AsyncGenerator[Delta, None]:
+    is_leader = index % job.num_choices == 0
+    return generator.deltas(stream, job.rules, counts_prompt=is_leader)
 
 
 class _EventStream:
@@ -121,11 +223,11 @@ class _EventStream:
         """Whether the headers went out."""
         return self._response.prepared
 
-    async def begin(self, headers: Mapping[str, str] | None = None) -> None:
+    async def begin(self, headers: Mapping[str, str]) -> None:
         """Send the headers, once."""
         async with self._beginning:
             if not self.has_begun:
-                self._response.headers.update(headers or {})
+                self._response.headers.update(headers)
                 await self._response.prepare(self._request)
 
     async def send(self, event: msgspec.Struct) -> None:
@@ -139,26 +241,6 @@ class _EventStream:
         return self._response
 
 
-async def _answer(
-    job: Job,
-    seq: EngineSequence,
-    generator: Generator,
-    *,
-    on_delta: Callable[[Delta], Awaitable[None]] | None = None,
-) -> _Answer:
-    """Generate one answer and return it; hand out each delta on the way."""
-    pieces: list[str] = []
-    async with aclosing(generator.deltas(seq, stops=job.stops)) as deltas:
-        async for delta in deltas:
-            pieces.append(delta.text)
-            if on_delta is not None:
-                await on_delta(delta)
-            if delta.finish_reason is not None:
-                text = "".join(pieces)
-                return _Answer(text, delta.num_tokens, delta.cached_tokens, delta.finish_reason)
-    raise AssertionError("an answer ended without a reason")
-
-
 async def _together(answers: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run answers side by side; the first that fails cancels the others and is raised."""
     try:
@@ -167,15 +249,3 @@ async def _together(answers: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]
-
-
-def _usage(job: Job, answers: Sequence[_Answer]) -> Usage:
-    completion_tokens = sum(answer.num_tokens for answer in answers)
-    return Usage(
-        prompt_tokens=job.num_prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=job.num_prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptTokensDetails(
-            cached_tokens=sum(answer.cached_tokens for answer in answers)
-        ),
-    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from aiohttp import web
 
 from kvway_core.web import new_app
-from kvway_worker import handlers
+from kvway_worker import handlers, pins_api
+from kvway_worker.running_requests import RUNNING, RunningRequests
 from kvway_worker.state import WORKER, Worker
 
 
@@ -13,6 +14,7 @@ def build_app(worker: Worker) -> web.Application:
     """Return the application that serves `worker`."""
     app = new_app()
     app[WORKER] = worker
+    app[RUNNING] = RunningRequests()
     app.middlewares.insert(0, handlers.count_errors)
     app.add_routes(
         [
@@ -22,6 +24,10 @@ def build_app(worker: Worker) -> web.Application:
             web.post("/tokenize", handlers.tokenize),
             web.post("/detokenize", handlers.detokenize),
             web.get("/load", handlers.load),
+            web.post("/abort_requests", handlers.abort_requests),
+            web.post("/pins", pins_api.create_pin),
+            web.get("/pins", pins_api.list_pins),
+            web.delete("/pins/{id}", pins_api.delete_pin),
             web.post("/reset_prefix_cache", handlers.reset_prefix_cache),
             web.get("/metrics", handlers.metrics),
             web.get("/health", handlers.health),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -13,20 +12,22 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from kvway_core.api import ModelCard, ModelList, encode
-from kvway_core.errors import ClientDisconnected, InternalError, KvwayError
+from kvway_core.api import REQUEST_ID, ModelCard, ModelList, encode, parse_abort
+from kvway_core.errors import ClientDisconnected, InternalError, InvalidRequest, KvwayError
 from kvway_core.metrics import CONTENT_TYPE, render
 from kvway_core.web import Handler, json_response, read_body
-from kvway_worker import jobs
+from kvway_worker import jobs, tokenizing
 from kvway_worker.answering import answer_in_events, answer_whole
+from kvway_worker.fields import ABORT_FIELDS, check_fields
 from kvway_worker.generation import Generator
-from kvway_worker.jobs import Job, ServedModel
-from kvway_worker.shapes import ChatShape, CompletionShape
+from kvway_worker.jobs import Job
+from kvway_worker.running_requests import RUNNING
+from kvway_worker.served_model import ServedModel
+from kvway_worker.shapes import ChatShape, CompletionShape, Head
 from kvway_worker.state import WORKER
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 RETRY_AFTER_S: Final = "1"
-_CLIENT_REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _HEALTHY: Final = frozenset({"ready", "draining"})
 
 _log = structlog.get_logger(__name__)
@@ -50,12 +51,12 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def tokenize(request: web.Request) -> web.Response:
     """POST /tokenize."""
-    return await _convert(request, jobs.tokenize)
+    return await _convert(request, tokenizing.tokenize)
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """POST /detokenize."""
-    return await _convert(request, jobs.detokenize)
+    return await _convert(request, tokenizing.detokenize)
 
 
 async def models(request: web.Request) -> web.Response:
@@ -71,9 +72,26 @@ async def load(request: web.Request) -> web.Response:
 
 
 async def reset_prefix_cache(request: web.Request) -> web.Response:
-    """POST /reset_prefix_cache: false, and nothing is forgotten, while a request holds blocks."""
+    """POST /reset_prefix_cache: false, and nothing is forgotten, while a request holds blocks.
+
+    With `reset_running_requests=true` running requests give their blocks back and compute them
+    again.
+    """
     _, engine = request.app[WORKER].loaded()
-    return web.json_response({"success": await engine.reset_prefix_cache()})
+    reset_running = _flag(request, "reset_running_requests")
+    success = await engine.reset_prefix_cache(reset_running=reset_running)
+    return web.json_response({"success": success})
+
+
+async def abort_requests(request: web.Request) -> web.Response:
+    """POST /abort_requests: tells which of the requests were running."""
+    _, engine = request.app[WORKER].loaded()
+    body = await read_request_body(request)
+    request_ids = parse_abort(body).request_ids
+    check_fields(body, ABORT_FIELDS)
+    aborted = request.app[RUNNING].abort(request_ids, engine)
+    others = [request_id for request_id in dict.fromkeys(request_ids) if request_id not in aborted]
+    return web.json_response({"aborted": aborted, "not_running": others})
 
 
 async def health(request: web.Request) -> web.Response:
@@ -111,24 +129,27 @@ async def _generate(
     worker = request.app[WORKER]
     arrival_s = worker.clock.monotonic()
     with worker.request() as (model, generator):
-        body = await _read(request)
+        body = await read_request_body(request)
         job = await worker.executor.run(partial(read_job, body, model, arrival_s=arrival_s))
         shape = shape_type(
-            request_id=job.request_id,
-            created=int(worker.clock.time()),
-            model=model.name,
-            fingerprint=model.fingerprint,
-            include_usage=job.include_usage,
+            Head(job, int(worker.clock.time()), model.name, model.fingerprint, model.encoder)
         )
-        return await _answer(request, job, shape, generator)
+        request_id = _request_id(request, job)
+        with request.app[RUNNING].hold(request_id, job):
+            return await _answer(request, job, shape, generator, request_id=request_id)
 
 
 async def _answer(
-    request: web.Request, job: Job, shape: ChatShape | CompletionShape, generator: Generator
+    request: web.Request,
+    job: Job,
+    shape: ChatShape | CompletionShape,
+    generator: Generator,
+    *,
+    request_id: str,
 ) -> web.StreamResponse:
     """Answer a job and log how it ended: one line, whatever happened."""
     worker = request.app[WORKER]
-    headers = {REQUEST_ID_HEADER: _request_id(request, job)}
+    headers = {REQUEST_ID_HEADER: request_id}
     outcome = InternalError.code
     failure: KvwayError | None = None
     response: web.StreamResponse
@@ -154,14 +175,15 @@ async def _answer(
     finally:
         _log.info(
             "request_finished",
-            request_id=headers[REQUEST_ID_HEADER],
-            id=job.request_id,
+            request_id=request_id,
+            id=job.answer_id,
             path=request.path,
             stream=job.stream,
             outcome=outcome,
-            num_prompts=len(job.sequences),
+            num_prompts=len(job.leaders),
+            num_choices=job.num_choices,
             num_prompt_tokens=job.num_prompt_tokens,
-            cached_tokens=sum(seq.cached_tokens or 0 for seq in job.sequences),
+            cached_tokens=sum(seq.cached_tokens or 0 for seq in job.leaders),
             num_output_tokens=sum(seq.num_output_tokens for seq in job.sequences),
             duration_s=round(worker.clock.monotonic() - job.sequences[0].arrival_s, 6),
         )
@@ -172,19 +194,42 @@ async def _convert(
 ) -> web.Response:
     worker = request.app[WORKER]
     with worker.request() as (model, _):
-        body = await _read(request)
+        body = await read_request_body(request)
         answer = await worker.executor.run(partial(convert, body, model))
         return json_response(encode(answer))
 
 
-async def _read(request: web.Request) -> bytes:
+async def read_request_body(request: web.Request) -> bytes:
+    """Return the body of a request, within the limits of size and time.
+
+    Raises:
+        PayloadTooLarge: It is too long.
+        RequestTimeout: It did not come in time.
+    """
     settings = request.app[WORKER].settings
     return await read_body(
         request, limit_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
     )
 
 
+def _flag(request: web.Request, name: str) -> bool:
+    """Return a switch of the query, off without it.
+
+    Raises:
+        InvalidRequest: It is neither true nor false, or the query has something else.
+    """
+    for key in request.query:
+        if key != name:
+            raise InvalidRequest(f"The query may have {name} and nothing else.", param=name)
+    value = request.query.get(name, "false").lower()
+    if value not in {"true", "1", "false", "0"}:
+        raise InvalidRequest(f"{name} must be true or false.", param=name)
+    return value in {"true", "1"}
+
+
 def _request_id(request: web.Request, job: Job) -> str:
-    """Return the id that the client gave, if it is one; else ours."""
+    """Return what the client calls the request, in the body or the header; else our own id."""
+    if job.given_id is not None:
+        return job.given_id
     given = request.headers.get(REQUEST_ID_HEADER, "")
-    return given if _CLIENT_REQUEST_ID.fullmatch(given) else job.request_id
+    return given if REQUEST_ID.fullmatch(given) else job.answer_id

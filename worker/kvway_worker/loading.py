@@ -14,8 +14,8 @@ from kvway_core.errors import ConfigError
 from kvway_core.prompts import PromptEncoder
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.engine import Engine
-from kvway_worker.jobs import ServedModel
 from kvway_worker.scheduler import Scheduler
+from kvway_worker.served_model import ServedModel
 from kvway_worker.settings import SIM_NUM_BLOCKS, TORCH_KV_CACHE_GIB, WorkerSettings
 from kvway_worker.sim import CostModel, SimEngine
 

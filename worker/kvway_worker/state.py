@@ -22,8 +22,8 @@ from kvway_core.errors import EngineFailed, KvwayError, ShuttingDown
 from kvway_worker.engine import EngineLoop
 from kvway_worker.executor import BoundedExecutor
 from kvway_worker.generation import Generator
-from kvway_worker.jobs import ServedModel
 from kvway_worker.metrics import WorkerMetrics
+from kvway_worker.served_model import ServedModel
 from kvway_worker.settings import WorkerSettings
 
 
