@@ -18,12 +18,9 @@ def family(
     num_forks: int, prompt: Iterable[int] = PROMPT, *, name: str = "", max_tokens: int = 5
 ) -> tuple[Sequence, ...]:
     """Makes a request and its forks."""
-    prompt = list(prompt)
-    forks = [
-        request(f"{name}fork {index}", prompt, max_tokens=max_tokens)
-        for index in range(1, num_forks + 1)
-    ]
-    return (request(f"{name}leader", prompt, max_tokens=max_tokens, forks=forks), *forks)
+    leader = request(f"{name}leader", list(prompt), max_tokens=max_tokens)
+    forks = [leader.fork(f"{name}fork {index + 1}", leader.params) for index in range(num_forks)]
+    return (leader, *forks)
 
 
 def finish(bench: Bench) -> None:

@@ -56,6 +56,21 @@ def test_its_hashes_are_those_of_all_its_tokens() -> None:
     assert seq.chain.hashes == block_hashes(range(16), parent=namespace.root(), block_size=4)
 
 
+def test_a_fork_has_the_prompt_and_its_hashes_and_a_life_of_its_own() -> None:
+    seq = request("0", range(20), priority=3, ephemeral=True, salt="s")
+    fork = seq.fork("1", SamplingParams(max_tokens=9, seed=7))
+    assert seq.forks == [fork]
+    assert (fork.request_id, fork.params.seed, fork.forks) == ("1", 7, [])
+    assert (fork.priority, fork.ephemeral, fork.namespace) == (3, True, seq.namespace)
+    assert fork.chain.hashes == seq.chain.hashes
+    for token in range(20):
+        fork.append(token)
+        fork.block_table.append(token)
+    assert (seq.num_tokens, seq.block_table, len(seq.chain.hashes)) == (20, [], 1)
+    again = request("2", [*range(20), *range(20)], salt="s")
+    assert fork.chain.hashes == again.chain.hashes, "it goes on where the prompt ended"
+
+
 def test_the_caller_keeps_its_own_list() -> None:
     prompt = [1, 2, 3]
     seq = request("0", prompt)

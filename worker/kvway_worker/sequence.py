@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence as TokenIds
+from copy import copy
 from typing import Literal, Protocol
 
 from kvway_core.blocks import BlockHash, HashChain, Namespace
@@ -165,6 +166,22 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """A copy of what was generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    def fork(self, request_id: str, params: SamplingParams) -> Sequence:
+        """Adds a request for another answer to the same prompt, and returns it.
+
+        It begins when this one's prompt is computed, and has its hashes: nothing is hashed again.
+        To be called before this one is handed to a scheduler.
+        """
+        fork = copy(self)
+        fork.request_id, fork.params = request_id, params
+        fork.token_ids = list(self.token_ids)
+        fork.chain = copy(self.chain)
+        fork.chain.hashes = list(self.chain.hashes)
+        fork.forks, fork.prompt_logprobs = [], []
+        fork.block_table, fork.shared_blocks = [], {}
+        self.forks.append(fork)
+        return fork
 
     def append(self, token_id: int) -> None:
         """Adds an accepted token, and the hash of the block it fills if it fills one."""
