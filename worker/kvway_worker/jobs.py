@@ -166,20 +166,20 @@ def _sequences(
         model=model,
     )
 
-    def make(choice: int, forks: list[Sequence]) -> Sequence:
-        return Sequence(
-            f"{request_id}-{choice}",
-            prompt,
-            params=of_choice(params, choice),
-            namespace=model.namespace(request.cache_salt),
-            arrival_s=arrival_s,
-            priority=request.priority or 0,
-            ephemeral=request.is_ephemeral,
-            forks=forks,
-        )
-
-    forks = [make(choice, []) for choice in range(1, request.num_choices)]
-    return (make(0, forks), *forks)
+    leader = Sequence(
+        f"{request_id}-0",
+        prompt,
+        params=of_choice(params, 0),
+        namespace=model.namespace(request.cache_salt),
+        arrival_s=arrival_s,
+        priority=request.priority or 0,
+        ephemeral=request.is_ephemeral,
+    )
+    forks = [
+        leader.fork(f"{request_id}-{choice}", of_choice(params, choice))
+        for choice in range(1, request.num_choices)
+    ]
+    return (leader, *forks)
 
 
 def _echoes(
