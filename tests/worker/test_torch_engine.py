@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from kvway_core.errors import ConfigError, EngineFailed
 from kvway_worker.torch_engine import TorchEngine
@@ -167,11 +168,10 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine: TorchEngine
     assert len({tuple(tokens) for tokens in alone}) == 5
 
 
-def test_each_position_draws_its_own_number(folder: Path) -> None:
+def test_each_position_draws_its_own_number(tmp_path: Path) -> None:
     """Where all tokens are equally likely the number alone decides; it stays when others leave."""
+    folder = write_model(tmp_path, initializer_range=0.0)
     engine = TorchEngine(folder, dtype="float32", device="cpu", num_blocks=64)
-    with torch.no_grad():
-        engine._model._model.get_output_embeddings().weight.zero_()
     driver = Driver(engine)
     whole = driver.add([1, 2, 3], 30, temperature=1.0, seed=5)
     driver.finish()
@@ -241,10 +241,13 @@ def test_the_first_step_is_not_the_models_first(folder: Path) -> None:
     assert not any(layer.any() for layer in (*engine._cache.k, *engine._cache.v))
 
 
-def test_scores_that_are_not_finite_fail_the_step(folder: Path) -> None:
-    engine = TorchEngine(folder, dtype="float32", device="cpu", num_blocks=64)
+def test_scores_that_are_not_finite_fail_the_step(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
-        next(iter(engine._model._model.parameters()))[65] = float("nan")
+        model.get_input_embeddings().weight[65] = float("nan")
+    model.save_pretrained(folder)
+    engine = TorchEngine(folder, dtype="float32", device="cpu", num_blocks=64)
     driver = Driver(engine)
     driver.add([65], 4)
     with pytest.raises(EngineFailed, match="not finite"):

@@ -1,8 +1,9 @@
 """A Hugging Face causal LM that attends through our kernels.
 
-Transformers lets an attention function be registered by name, and hands it whatever extra keywords
-the model was called with. So each call brings its own step: which blocks each request reads, and
-where new keys and values go. Nothing is kept between calls but the blocks.
+Families that `decoder` knows are computed by it. All others run in transformers' own code, which
+lets an attention function be registered by name, and hands it whatever extra keywords the model
+was called with. So each call brings its own step: which blocks each request reads, and where new
+keys and values go. Nothing is kept between calls but the blocks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from kvway_core.errors import ConfigError
 from kvway_kernels.api import PagedPlan, paged_attention, write_kv
+from kvway_worker.torch_engine.decoder import Decoder, supports
 from kvway_worker.torch_engine.kv_cache import KVShape, PagedKVCache
 
 ATTENTION_NAME: Final = "kvway_paged"
@@ -110,18 +112,23 @@ class HuggingFaceModel:
         folder: config.json and safetensors.
         dtype: of weights and KV.
         device: where they go.
+        own_decoder: compute families that `decoder` knows with it; False leaves every model to
+            transformers, to compare the two.
 
     Raises:
         ConfigError: the folder cannot be read, weights are missing, or the architecture is one
             whose attention is not plain causal attention over all earlier tokens.
     """
 
-    def __init__(self, folder: Path, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, *, dtype: torch.dtype, device: torch.device, own_decoder: bool = True
+    ) -> None:
         AttentionInterface.register(ATTENTION_NAME, _attend)
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         self._config = _read_config(folder)
         text = self._config.get_text_config()
-        self._model = _load_weights(folder, self._config, dtype=dtype).to(device).eval()
+        model = _load_weights(folder, self._config, dtype=dtype).to(device).eval()
+        self._model = Decoder(model) if own_decoder and supports(model) else model
         self.dtype = dtype
         self.device = device
         self.vocab_size: int = text.vocab_size
@@ -153,6 +160,8 @@ class HuggingFaceModel:
         Raises:
             ConfigError: not every layer attended through the cache exactly as planned.
         """
+        if isinstance(self._model, Decoder):
+            return self._model(token_ids, positions, keep=keep, cache=step.cache, plan=step.plan)
         logits: Tensor = self._model(
             input_ids=token_ids[None],
             position_ids=positions[None],
