@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvway_worker.planning import MAX_RECOUNTS
 from kvway_worker.sequence import Status
 from kvway_worker.waiting import QueueOrder
 from tests.worker.batching import COMMON, Bench, answer, request, run, scheduled
@@ -176,6 +177,20 @@ def test_a_request_whose_cache_was_given_up_goes_back_in_the_queue() -> None:
     bench.step()  # the holder takes all six blocks: nothing is left of the seed
     bench.add(request("cold", range(500, 520)))
     assert order_of_first_steps(bench) == ["holder", "cold", "was warm"]
+
+
+def test_a_plan_looks_up_a_bounded_number_of_waiting_requests() -> None:
+    bench = Bench(6, max_num_seqs=1, queue_order="shortest")
+    bench.finish(request("seed", range(64)))
+    waiting = [
+        request(str(index), [*range(64), *range(6 * index, 6 * index + 6)])
+        for index in range(MAX_RECOUNTS + 5)
+    ]
+    bench.add(request("holder", range(1000, 1090), max_tokens=2, priority=-1), *waiting)
+    bench.step()  # the holder takes all six blocks: nothing is left of the seed
+    bench.step()
+    assert scheduled(bench.scheduler.plan()) == {str(MAX_RECOUNTS): 70}, "taken as it is"
+    assert sum(seq.num_uncached_tokens == 70 for seq in waiting) == MAX_RECOUNTS
 
 
 def test_a_follower_moves_up_when_its_prefix_was_computed() -> None:
