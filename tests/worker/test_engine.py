@@ -50,7 +50,7 @@ async def test_the_second_request_says_what_it_found_in_the_cache() -> None:
         assert [part.cached_tokens for part in first] == [0, 0, 0]
         assert [part.cached_tokens for part in second] == [32, 32, 32]
         load = w.loop.load()
-        assert (load.prefix_cache_queries, load.prefix_cache_hits) == (81, 32)
+        assert (load.cache.queries, load.cache.hits) == (81, 32)
         assert load.generated_tokens == 6
         assert load.num_steps == 6
         assert load.step_time_s > 0
@@ -93,7 +93,7 @@ async def test_a_reader_that_leaves_the_queue_never_runs() -> None:
         w.engine.gate.set()
         assert tokens(await first) == answer(PROMPT, 2)
         assert await w.loop.reset_prefix_cache()
-        assert w.loop.load().prefix_cache_queries == 40
+        assert w.loop.load().cache.queries == 40
 
 
 async def test_leaving_after_the_end_is_nothing_special() -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvway_core.blocks import HashChain, Namespace
 from kvway_core.testing.fake_clock import FakeClock
+from kvway_worker.cache_stats import MISS_REASONS
 from tests.worker.http_worker import (
     GatedEngine,
     Running,
@@ -42,7 +44,7 @@ async def test_metrics_are_as_agreed(byte_model: Path, golden: Callable[[str, st
     async with serving(byte_model, ScriptedEngine(b"answer"), clock=FakeClock()) as running:
         for prompt in ("x" * 40, "x" * 40):
             await running.post(COMPLETIONS, completion(prompt, max_tokens=4))
-        await running.post(COMPLETIONS, completion(n=3))
+        await running.post(COMPLETIONS, completion(max_tokens=-1))
         text = await text_of(running)
     golden("worker_metrics.txt", re.sub(r"^(# \w+ )?process_.*\n", "", text, flags=re.MULTILINE))
 
@@ -53,7 +55,8 @@ async def test_tokens_are_counted(byte_model: Path) -> None:
         for _ in range(2):
             await running.post(COMPLETIONS, completion("x" * 40, max_tokens=4))
         assert value(running, "vllm:prefix_cache_queries_total") == 80
-        assert value(running, "vllm:prefix_cache_hits_total") == 32
+        assert value(running, "vllm:prefix_cache_hits_total") == 39
+        assert value(running, "vllm:prompt_tokens_cached_total") == 39
         assert value(running, "vllm:prompt_tokens_total") == 80
         assert value(running, "vllm:generation_tokens_total") == 8
         assert value(running, "vllm:time_to_first_token_seconds_count") == 2
@@ -126,14 +129,130 @@ async def test_blocks_add_up_and_cached_ones_count_as_free(byte_model: Path) -> 
         assert value(running, "vllm:num_requests_running") == 1
         engine.let()
         await task
-        assert blocks() == [0, 2, 62]
+        assert blocks() == [0, 3, 61], "the partly filled block stays too"
         assert value(running, "vllm:kv_cache_usage_perc") == 0
     assert value(running, "vllm:cache_config_info", block_size="16", num_gpu_blocks="64") == 1
 
 
+async def test_misses_have_reasons_and_with_the_hits_they_are_the_queries(
+    byte_model: Path,
+) -> None:
+    """Section 6 no 16: a hit rate of 0 says why."""
+    async with serving(byte_model, ScriptedEngine(b"answer", num_blocks=8)) as running:
+        for prompt in ("x" * 40, "x" * 40, "short", *(c * 50 for c in "abc"), "x" * 40):
+            await running.post(COMPLETIONS, completion(prompt, max_tokens=1))
+        for salt in ("a", "b"):
+            body = completion("y" * 16, max_tokens=1, cache_salt=salt)
+            await running.post(COMPLETIONS, body)
+        await running.post(COMPLETIONS, completion("z" * 20, max_tokens=1, prompt_logprobs=0))
+        misses = {
+            reason: value(running, "kvway_worker_prefix_cache_misses_total", reason=reason)
+            for reason in MISS_REASONS
+        }
+        hits = value(running, "vllm:prefix_cache_hits_total")
+        queries = value(running, "vllm:prefix_cache_queries_total")
+    assert queries == 40 + 40 + 5 + 150 + 40 + 32 + 20
+    assert hits == 39
+    assert misses == {
+        "cold": 32 + 3 * 48 + 16,
+        "evicted": 32,
+        "too_short": 5,
+        "salted": 16,
+        "bypassed": 20,
+        "partial": 8 + 1 + 3 * 2 + 8,
+    }
+
+
+async def test_evictions_are_counted_by_tier_and_lives_are_measured(byte_model: Path) -> None:
+    """New content pushes out what was used once before what was used again and again."""
+    clock = FakeClock()
+    async with serving(byte_model, ScriptedEngine(b"a", num_blocks=8), clock=clock) as running:
+        for prompt in ("x" * 48, *(c * 48 for c in "abc")):
+            await running.post(COMPLETIONS, completion(prompt, max_tokens=1))
+            clock.advance(1.0)
+
+        def evictions(tier: str) -> float | None:
+            return value(running, "kvway_worker_evictions_total", tier=tier)
+
+        assert evictions("probation") == 4
+        assert value(running, "vllm:kv_block_lifetime_seconds_count") == 4
+        assert (evictions("protected"), evictions("pinned")) == (0, 0)
+        assert value(running, "vllm:kv_block_idle_before_evict_seconds_sum")
+        assert value(running, "vllm:kv_block_reuse_gap_seconds_count") == 0
+
+
+async def test_what_other_pools_would_hit_is_told(byte_model: Path) -> None:
+    """Two prompts of 6 blocks that take turns: 8 blocks keep the first two of the other one."""
+    async with serving(byte_model, ScriptedEngine(b"a", num_blocks=8)) as running:
+        for _ in range(5):
+            for prompt in ("x" * 96, "y" * 96):
+                await running.post(COMPLETIONS, completion(prompt, max_tokens=1))
+        rates = {
+            pool: value(running, "kvway_worker_expected_hit_rate", pool=pool)
+            for pool in ("1x", "2x", "4x")
+        }
+        assert rates["1x"] == pytest.approx(8 * 2 / 60)
+        assert rates["2x"] == rates["4x"] == pytest.approx(0.8)
+        assert value(running, "kvway_worker_reuse_distance_count") == 60
+        assert value(running, "kvway_worker_reuse_distance_bucket", le="2.0") == 48
+
+
+async def test_guesses_and_those_the_model_agreed_with_are_counted(byte_model: Path) -> None:
+    """An answer that says "ab" again and again, of an engine that checks no guess: none is."""
+    engine = ScriptedEngine(b"ab")
+    async with serving(byte_model, engine, speculate_ngram=2, ngram_min_match=2) as running:
+        await running.post(COMPLETIONS, completion("abababab", max_tokens=6))
+        drafts = value(running, "vllm:spec_decode_num_drafts_total")
+        assert drafts
+        assert value(running, "vllm:spec_decode_num_draft_tokens_total") == pytest.approx(
+            2 * drafts, abs=2
+        )
+        assert value(running, "vllm:spec_decode_num_accepted_tokens_total") == 0
+
+
+async def test_times_and_lengths_of_requests_are_measured(byte_model: Path) -> None:
+    """Queue, prefill and decode; prompts, answers and steps in tokens."""
+    clock, engine = FakeClock(), GatedEngine()
+    async with serving(byte_model, engine, clock=clock) as running:
+        task = asyncio.create_task(running.post(COMPLETIONS, completion("x" * 40, max_tokens=2)))
+        for seconds in (3.0, 0.5):
+            await engine.step_waits()
+            clock.advance(seconds)
+            engine.let()
+        await task
+        sums = {
+            name: value(running, f"vllm:{name}_sum")
+            for name in (
+                *("request_queue_time_seconds", "request_prefill_time_seconds"),
+                *("request_decode_time_seconds", "request_prompt_tokens"),
+                *("request_generation_tokens", "iteration_tokens_total"),
+            )
+        }
+    assert list(sums.values()) == [0.0, 3.0, 0.5, 40, 2, 41]
+
+
+async def test_pinned_blocks_are_counted(byte_model: Path) -> None:
+    """Those that are there."""
+    async with serving(byte_model, ScriptedEngine(b"a")) as running:
+        chain = HashChain(Namespace("tiny").root())
+        chain.extend(list(b"x" * 48))
+        await running.engine.pin("p", chain.hashes, ttl_s=60.0)
+        await running.post(COMPLETIONS, completion("x" * 40, max_tokens=1))
+        assert value(running, "kvway_worker_pinned_blocks") == 2
+
+
+async def test_the_page_of_metrics_lists_each_of_them(byte_model: Path) -> None:
+    """docs/worker-metrics.md: every name, and no other."""
+    async with serving(byte_model) as running:
+        names = set(re.findall(r"^# TYPE (\S+)", await text_of(running), flags=re.MULTILINE))
+    page = (Path(__file__).parents[2] / "docs" / "worker-metrics.md").read_text()
+    listed = set(re.findall(r"^\| `([\w:]+)", page, flags=re.MULTILINE))
+    assert listed == {name for name in names if not name.startswith("process_")}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status"),
-    [(CHAT, chat(n=2), "400"), (CHAT, chat(model="junk"), "404"), ("/junk", {}, "404")],
+    [(CHAT, chat(n=9), "400"), (CHAT, chat(model="junk"), "404"), ("/junk", {}, "404")],
 )
 async def test_an_error_is_counted_by_status_and_by_nothing_a_client_sent(
     byte_model: Path, path: str, body: object, status: str

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kvway_worker.cache_stats import CacheReading
+from kvway_worker.eviction import Tier
 from kvway_worker.histogram import Histogram, HistogramReading
 from kvway_worker.scheduler import Scheduler
 from kvway_worker.step import StepPlan
@@ -119,18 +122,21 @@ class EngineLoad:
         waiting_uncached_tokens: Prompt tokens that are neither cached nor computed yet.
         num_free_blocks: Blocks that can be allocated; cached ones are among them.
         num_cached_blocks: Blocks nobody holds whose content can be hit.
+        num_pinned_blocks: Blocks that a pin keeps, held or not.
         num_blocks: Blocks there are.
         prefill_tokens_per_s: Measured; 0 until known.
         decode_step_s: Measured time of a step without prefill, seconds; 0 until known.
-        prefix_cache_queries: Prompt tokens looked up.
-        prefix_cache_hits: Prompt tokens reused.
         generated_tokens: Tokens sampled.
         preemptions: Times a request lost its blocks and waited again.
-        evictions: Cached blocks given up for new content.
+        num_draft_rows: Times drafts of a request were computed.
+        num_drafts: Drafts that were computed.
+        num_accepted: Drafts that the model agreed with.
+        evictions: Cached blocks given up for new content, by tier.
         num_steps: Steps that were computed.
         num_failed_steps: Steps that raised.
         step_time_s: Time of all computed steps together, seconds.
         spans: Where requests spent their time.
+        cache: Hits, misses and the lives of blocks.
     """
 
     num_running: int
@@ -138,18 +144,21 @@ class EngineLoad:
     waiting_uncached_tokens: int
     num_free_blocks: int
     num_cached_blocks: int
+    num_pinned_blocks: int
     num_blocks: int
     prefill_tokens_per_s: float
     decode_step_s: float
-    prefix_cache_queries: int
-    prefix_cache_hits: int
     generated_tokens: int
     preemptions: int
-    evictions: int
+    num_draft_rows: int
+    num_drafts: int
+    num_accepted: int
+    evictions: Mapping[Tier, int]
     num_steps: int
     num_failed_steps: int
     step_time_s: float
     spans: Spans
+    cache: CacheReading
 
 
 class Meter:
@@ -205,14 +214,16 @@ class Meter:
             waiting_uncached_tokens=scheduler.waiting_uncached_tokens(),
             num_free_blocks=pool.num_free,
             num_cached_blocks=pool.num_cached,
+            num_pinned_blocks=pool.num_pinned,
             num_blocks=pool.num_blocks,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
             decode_step_s=self._rates.decode_step_s,
-            prefix_cache_queries=counters.prefix_cache_queries,
-            prefix_cache_hits=counters.prefix_cache_hits,
             generated_tokens=counters.generated_tokens,
             preemptions=counters.preemptions,
-            evictions=pool.num_evictions,
+            num_draft_rows=counters.num_draft_rows,
+            num_drafts=counters.num_drafts,
+            num_accepted=counters.num_accepted,
+            evictions=dict(pool.evictions),
             num_steps=self._num_steps,
             num_failed_steps=self.num_failed_steps,
             step_time_s=self._step_time_s,
@@ -224,4 +235,5 @@ class Meter:
                 generation_tokens=self._generation_tokens.read(),
                 step_tokens=self._step_tokens.read(),
             ),
+            cache=pool.stats.read(),
         )

@@ -1,20 +1,18 @@
 """What a worker counts, under vLLM's names where vLLM has one, so that its dashboards work.
 
 Two sources, never both for one number: handlers observe requests; what the engine counts is read
-from its loop at the moment of the scrape.
+from its loop at the moment of the scrape (see `engine_metrics`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-from typing_extensions import override
 
 from kvway_core.metrics import TTFT_BUCKETS_S
+from kvway_worker.engine_metrics import EngineCollector
 from kvway_worker.load import EngineLoad
 
 ITL_BUCKETS_S: Final = (
@@ -104,87 +102,5 @@ class WorkerMetrics:
             block_size: Tokens per block.
         """
         self.registry.register(
-            _EngineCollector(read, model_name=self.model_name, block_size=block_size)
+            EngineCollector(read, model_name=self.model_name, block_size=block_size)
         )
-
-
-class _EngineCollector(Collector):
-    """Turns one reading of the engine into metrics."""
-
-    def __init__(
-        self, read: Callable[[], EngineLoad], *, model_name: str, block_size: int
-    ) -> None:
-        self._read = read
-        self._model_name = model_name
-        self._block_size = block_size
-
-    def describe(self) -> list[Metric]:
-        """Return nothing: the registry need not read the engine to learn the names."""
-        return []
-
-    @override
-    def collect(self) -> Iterator[Metric]:
-        """Read the engine once and yield what it says."""
-        load = self._read()
-        live = load.num_blocks - load.num_free_blocks
-        for name, text, value in _gauges(load, live=live):
-            gauge = GaugeMetricFamily(name, text, labels=_MODEL)
-            gauge.add_metric((self._model_name,), value)
-            yield gauge
-        for name, text, value in _counters(load):
-            counter = CounterMetricFamily(name, text, labels=_MODEL)
-            counter.add_metric((self._model_name,), value)
-            yield counter
-        blocks = GaugeMetricFamily(
-            "kvway_worker_blocks",
-            "KV blocks: live (a request holds them), cached (can be hit, or reused), free.",
-            labels=(*_MODEL, "state"),
-        )
-        cached = load.num_cached_blocks
-        for state, count in (
-            ("live", live),
-            ("cached", cached),
-            ("free", load.num_free_blocks - cached),
-        ):
-            blocks.add_metric((self._model_name, state), count)
-        yield blocks
-        config = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "The KV cache as configured; always 1.",
-            labels=(*_MODEL, "block_size", "num_gpu_blocks"),
-        )
-        config.add_metric((self._model_name, str(self._block_size), str(load.num_blocks)), 1)
-        yield config
-
-
-def _gauges(load: EngineLoad, *, live: int) -> tuple[tuple[str, str, float], ...]:
-    return (
-        ("vllm:num_requests_running", "Requests in the batch.", load.num_running),
-        ("vllm:num_requests_waiting", "Requests waiting for a place.", load.num_waiting),
-        (
-            "vllm:kv_cache_usage_perc",
-            "Share of the KV blocks that requests hold, 0 to 1; cached blocks count as free.",
-            live / load.num_blocks,
-        ),
-    )
-
-
-def _counters(load: EngineLoad) -> tuple[tuple[str, str, float], ...]:
-    return (
-        (
-            "vllm:prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache.",
-            load.prefix_cache_queries,
-        ),
-        (
-            "vllm:prefix_cache_hits",
-            "Prompt tokens whose KV was in the prefix cache.",
-            load.prefix_cache_hits,
-        ),
-        ("vllm:generation_tokens", "Tokens generated.", load.generated_tokens),
-        ("vllm:num_preemptions", "Times a request lost its blocks.", load.preemptions),
-        ("kvway_worker_evictions", "Cached blocks given up for new content.", load.evictions),
-        ("kvway_worker_steps", "Steps the engine computed.", load.num_steps),
-        ("kvway_worker_failed_steps", "Steps that raised.", load.num_failed_steps),
-        ("kvway_worker_step_seconds", "Time of all computed steps.", load.step_time_s),
-    )
