@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_TILE_ROWS = 512
-"""Rows per call where a mask is needed: bounds the mask to 512 x num_keys."""
+_TILE_ROWS = 256
+"""Rows per call where a mask is needed: bounds the mask to 256 x num_keys, and what is computed of
+keys behind a row's own. With fewer than 192 rows torch attends in smaller pieces, slower."""
 
 _GROUP_TOKENS = 16_384
 """Keys per call of a decode group: bounds the gathered copy, which must stay in the cache."""
@@ -57,8 +58,9 @@ class Tile:
         num_rows: rows in the tile.
         num_pad_rows: rows to add behind them, whose results are dropped.
         num_keys: leading keys of the request to attend to.
-        mask: True where a row sees a key: bool [num_rows + num_pad_rows, num_keys]. None: each row
-            sees every key, or the keys up to its own where `is_causal`.
+        mask: added to the scores, 0 where a row sees a key and -inf elsewhere: [num_rows +
+            num_pad_rows, num_keys]. None: each row sees every key, or the keys up to its own where
+            `is_causal`.
         is_causal: the rows are the request's first, and there are as many as keys.
     """
 
@@ -92,7 +94,8 @@ class DecodeGroup:
         slots: their keys' slots, int64 [num_requests * max_keys], or a slice for a lone request.
             Padding repeats the request's own first slot, so that nothing of another request, and
             nothing never written, is ever read.
-        mask: True where a key is real: bool [num_requests, 1, 1, max_keys]. None: all are.
+        mask: added to the scores, 0 where a key is real and -inf elsewhere: [num_requests, 1, 1,
+            max_keys]. None: all are.
     """
 
     rows: Tensor
@@ -127,6 +130,7 @@ def plan(
     num_blocks: int,
     block_size: int,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     fixed_shapes: bool = False,
 ) -> PagedPlan:
     """Work out one step for `write_kv` and `paged_attention`.
@@ -136,6 +140,8 @@ def plan(
         num_blocks: blocks in the caches.
         block_size: tokens per block.
         device: where the caches are.
+        dtype: theirs. Masks are made in it; a step for caches of another type is right, too, but
+            every layer converts them.
         fixed_shapes: attend in calls of one shape only. In float32 on a CPU a row's result is then
             the same, bit for bit, whatever else is in the step and however its request was split
             over steps; decode costs several times more.
@@ -158,12 +164,13 @@ def plan(
     singles = [i for i, r in enumerate(requests) if r.num_queries == 1 and not fixed_shapes]
     several = [i for i, r in enumerate(requests) if r.num_queries > 1 or fixed_shapes]
     make = _fixed_rows if fixed_shapes else _prefill_rows
+    like = torch.empty(0, dtype=dtype, device=device)
     return PagedPlan(
         num_rows=starts[-1],
         slot_mapping=torch.cat(new_slots or [torch.zeros(0, dtype=torch.int64)]).to(device),
-        prefills=tuple(make(requests[i], tables[i], starts[i], device) for i in several),
+        prefills=tuple(make(requests[i], tables[i], starts[i], like=like) for i in several),
         decodes=tuple(
-            _decode_group([tables[i] for i in group], [starts[i] for i in group], device)
+            _decode_group([tables[i] for i in group], [starts[i] for i in group], like=like)
             for group in _grouped(singles, [r.num_keys for r in requests])
         ),
         num_blocks=num_blocks,
@@ -202,14 +209,18 @@ def _run_or_index(slots: Tensor, device: torch.device | str) -> slice | Tensor:
     return slice(first, last + 1) if is_run else slots.to(device)
 
 
-def _causal_mask(num_rows: int, num_keys: int) -> Tensor:
+def _causal(num_rows: int, num_keys: int) -> Tensor:
     """Return who sees what when the rows are the last of the keys."""
     return torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows)
 
 
-def _prefill_rows(
-    request: RequestRows, slots: Tensor, start: int, device: torch.device | str
-) -> PrefillRows:
+def _mask(sees: Tensor, like: Tensor) -> Tensor:
+    """Return what to add to the scores: torch would make the same of `sees`, in every layer."""
+    mask = torch.zeros(sees.shape, dtype=like.dtype).masked_fill_(~sees, -torch.inf)
+    return mask.to(like.device)
+
+
+def _prefill_rows(request: RequestRows, slots: Tensor, start: int, *, like: Tensor) -> PrefillRows:
     num_rows, num_keys = request.num_queries, request.num_keys
     if num_rows == num_keys:
         tiles = [Tile(start, num_rows, 0, num_keys, mask=None, is_causal=True)]
@@ -218,14 +229,12 @@ def _prefill_rows(
         for first in range(0, num_rows, _TILE_ROWS):
             size = min(_TILE_ROWS, num_rows - first)
             seen = num_keys - num_rows + first + size
-            mask = _causal_mask(size, seen).to(device)
+            mask = _mask(_causal(size, seen), like)
             tiles.append(Tile(start + first, size, 0, seen, mask=mask, is_causal=False))
-    return PrefillRows(_run_or_index(slots, device), tuple(tiles))
+    return PrefillRows(_run_or_index(slots, like.device), tuple(tiles))
 
 
-def _fixed_rows(
-    request: RequestRows, slots: Tensor, start: int, device: torch.device | str
-) -> PrefillRows:
+def _fixed_rows(request: RequestRows, slots: Tensor, start: int, *, like: Tensor) -> PrefillRows:
     """Like `_prefill_rows`, but every call has 16 rows and a multiple of 512 keys."""
     num_rows, num_keys = request.num_queries, request.num_keys
     tiles = []
@@ -233,13 +242,13 @@ def _fixed_rows(
         size = min(_FIXED_ROWS, num_rows - first)
         seen = num_keys - num_rows + first + size
         padded = -(-seen // _FIXED_KEYS) * _FIXED_KEYS
-        mask = torch.zeros(_FIXED_ROWS, padded, dtype=torch.bool)
-        mask[:size, :seen] = _causal_mask(size, seen)
-        mask[size:, 0] = True  # a row that sees nothing is undefined
+        sees = torch.zeros(_FIXED_ROWS, padded, dtype=torch.bool)
+        sees[:size, :seen] = _causal(size, seen)
+        sees[size:, 0] = True  # a row that sees nothing is undefined
         pad = _FIXED_ROWS - size
-        tiles.append(Tile(start + first, size, pad, padded, mask.to(device), is_causal=False))
+        tiles.append(Tile(start + first, size, pad, padded, _mask(sees, like), is_causal=False))
     pad_keys = slots[:1].expand(-num_keys % _FIXED_KEYS)
-    return PrefillRows(torch.cat([slots, pad_keys]).to(device), tuple(tiles))
+    return PrefillRows(torch.cat([slots, pad_keys]).to(like.device), tuple(tiles))
 
 
 def _grouped(singles: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -260,20 +269,18 @@ def _grouped(singles: Sequence[int], lengths: Sequence[int]) -> Iterator[list[in
         yield group
 
 
-def _decode_group(
-    tables: Sequence[Tensor], rows: Sequence[int], device: torch.device | str
-) -> DecodeGroup:
-    row_index = torch.tensor(rows, dtype=torch.int64).to(device)
+def _decode_group(tables: Sequence[Tensor], rows: Sequence[int], *, like: Tensor) -> DecodeGroup:
+    row_index = torch.tensor(rows, dtype=torch.int64).to(like.device)
     if len(tables) == 1:
-        return DecodeGroup(row_index, _run_or_index(tables[0], device), mask=None)
+        return DecodeGroup(row_index, _run_or_index(tables[0], like.device), mask=None)
     longest = max(len(table) for table in tables)
     slots = torch.stack(
         [torch.cat([table, table[:1].expand(longest - len(table))]) for table in tables]
     )
     lengths = torch.tensor([len(table) for table in tables])
-    mask = torch.arange(longest) < lengths[:, None]
+    is_real = torch.arange(longest) < lengths[:, None]
     return DecodeGroup(
         row_index,
-        slots.flatten().to(device),
-        mask=None if bool(mask.all()) else mask[:, None, None, :].to(device),
+        slots.flatten().to(like.device),
+        mask=None if bool(is_real.all()) else _mask(is_real, like)[:, None, None, :],
     )

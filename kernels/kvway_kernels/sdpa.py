@@ -33,6 +33,10 @@ def _taken(slots_of_cache: Tensor, slots: slice | Tensor) -> Tensor:
     return slots_of_cache.index_select(0, slots)
 
 
+def _in(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if mask is None else mask.to(dtype)
+
+
 def _prefill(
     out: Tensor, q: Tensor, k_slots: Tensor, v_slots: Tensor, prefill: PrefillRows, *, scale: float
 ) -> None:
@@ -47,7 +51,7 @@ def _prefill(
             tile_q,
             k[:, :, : tile.num_keys],
             v[:, :, : tile.num_keys],
-            attn_mask=tile.mask,
+            attn_mask=_in(tile.mask, q.dtype),
             is_causal=tile.is_causal,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -64,5 +68,7 @@ def _decode(
     k = _taken(k_slots, group.slots).view(shape).transpose(1, 2)
     v = _taken(v_slots, group.slots).view(shape).transpose(1, 2)
     heads = q.index_select(0, group.rows).view(num_requests, num_kv_heads, -1, head_dim)
-    group_out = scaled_dot_product_attention(heads, k, v, attn_mask=group.mask, scale=scale)
+    group_out = scaled_dot_product_attention(
+        heads, k, v, attn_mask=_in(group.mask, q.dtype), scale=scale
+    )
     out.index_copy_(0, group.rows, group_out.reshape(num_requests, -1, head_dim))

@@ -172,6 +172,7 @@ class TorchEngine:
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             device=device,
+            dtype=self._model.dtype,
             fixed_shapes=self._deterministic,
         )
         logits = self._model.forward(
