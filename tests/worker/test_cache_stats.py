@@ -237,3 +237,14 @@ def test_a_bound_belongs_to_its_bucket() -> None:
         histogram.observe(value)
     read = histogram.read()
     assert (read.counts, read.total, read.num_observed) == ((2, 2, 1), 7.5, 5)
+
+
+def test_a_reading_stays_as_it_was_and_the_next_has_what_came_since() -> None:
+    histogram = Histogram((1.0,))
+    first = histogram.read()
+    histogram.observe(0.5)
+    second = histogram.read()
+    assert histogram.read() is second
+    histogram.observe_unmeasured()
+    assert (first.counts, second.counts, histogram.read().counts) == ((0, 0), (1, 0), (1, 1))
+    assert histogram.read().total == 0.5

@@ -37,22 +37,27 @@ class Histogram:
         O(log bounds) per value; the size is fixed.
     """
 
-    __slots__ = ("_bounds", "_counts", "_total")
+    __slots__ = ("_bounds", "_counts", "_reading", "_total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._total = 0.0
+        self._reading: HistogramReading | None = None
 
     def observe(self, value: float) -> None:
         """Counts one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._total += value
+        self._reading = None
 
     def observe_unmeasured(self) -> None:
         """Counts a value that is beyond all bounds and has no size; the sum stays."""
         self._counts[-1] += 1
+        self._reading = None
 
     def read(self) -> HistogramReading:
-        """Returns the counts as they are now."""
-        return HistogramReading(self._bounds, tuple(self._counts), self._total)
+        """Returns the counts as they are now; costs nothing while nothing is observed."""
+        if self._reading is None:
+            self._reading = HistogramReading(self._bounds, tuple(self._counts), self._total)
+        return self._reading
