@@ -12,7 +12,7 @@ import torch
 
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.sim import SimEngine
-from loadtests import bench_cache, cache_baseline
+from loadtests import bench_cache, cache_baseline, cache_speculation
 from loadtests.cache_overhead import Workload, on_engine, on_sim
 from loadtests.report import Spread
 from loadtests.steps import StepLoop
@@ -86,6 +86,15 @@ def test_every_way_of_the_baseline_gives_the_same_answers_and_counts_its_kv(
         "kvway": 64 + 3 * 16,  # one block of 16 each
     }
     assert found.kv_bytes == tokens[way] * per_token
+
+
+def test_speculation_is_counted_where_answers_repeat_and_where_they_do_not() -> None:
+    repeating = SimEngine(num_blocks=64, block_size=4, answer_ids=[65])
+    found = cache_speculation.measure(repeating, PROMPTS, pairs=1, max_tokens=24)
+    assert (found.accepted_pct, found.differing) == (100, 0)
+    other = SimEngine(num_blocks=64, block_size=4)
+    found = cache_speculation.measure(other, PROMPTS, pairs=1, max_tokens=24)
+    assert (found.accepted_pct, found.differing) == (0, 0)
 
 
 def test_the_spread_is_the_median_and_the_middle_half() -> None:
