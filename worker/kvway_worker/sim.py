@@ -2,8 +2,9 @@
 
 Its KV cache holds, per token, a fingerprint of all tokens up to there, made from the one of the
 token before, *as read through the block table*. The next token is a function of the last
-fingerprint. So an answer depends on nothing but the tokens so far, and a block that is shared,
-copied, freed or written wrongly shows as another answer.
+fingerprint, and the engine is certain of it: its log probability is 0. So an answer depends on
+nothing but the tokens so far, and a block that is shared, copied, freed or written wrongly shows
+as another answer.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from itertools import accumulate
 from typing import Final
 
 from kvway_core.errors import ShuttingDown
+from kvway_worker.sampling_params import TokenLogprobs
 from kvway_worker.step import Row, Sampled, StepPlan, StepResult
 
 PRINTABLE_ASCII: Final = range(0x20, 0x7F)
@@ -96,13 +98,21 @@ class SimEngine:
             start, end = source * size, source * size + num_tokens
             self._kv[target * size : target * size + num_tokens] = self._kv[start:end]
         sampled: dict[str, Sampled] = {}
+        prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = {}
         for row in plan.rows:
-            chosen = Sampled(self._verified(row, self._compute(row)))
+            states = self._compute(row)
+            chosen = self._verified(row, states)
             for seq in row.sampling:
-                sampled[seq.request_id] = chosen
+                asked = seq.params.logprobs
+                sampled[seq.request_id] = Sampled(
+                    chosen,
+                    () if asked is None else tuple(_logprobs(one, one, asked) for one in chosen),
+                )
+            if row.wants_prompt_logprobs:
+                prompt_logprobs[row.seq.request_id] = self._prompt_logprobs(row, states)
         if self._closed.wait(self._costs.step_s(plan)):
             raise ShuttingDown("The engine is closed.")
-        return StepResult(sampled)
+        return StepResult(sampled, prompt_logprobs)
 
     def close(self) -> None:
         """Ends the engine; a step that waits raises at once."""
@@ -126,6 +136,14 @@ class SimEngine:
                 break
         return tuple(chosen)
 
+    def _prompt_logprobs(self, row: Row, states: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+        asked = row.seq.params.prompt_logprobs or 0
+        followers = row.seq.token_ids[row.start + 1 : min(row.end + 1, row.seq.num_prompt_tokens)]
+        return tuple(
+            _logprobs(token, _choose(state, self._answer_ids), asked)
+            for token, state in zip(followers, states, strict=False)
+        )
+
     def _slot(self, row: Row, position: int) -> int:
         block, offset = divmod(position, self.block_size)
         return row.block_table[block] * self.block_size + offset
@@ -145,6 +163,14 @@ def next_token(token_ids: Iterable[int], answer_ids: Sequence[int] = PRINTABLE_A
 def _mix(state: int, token: int) -> int:
     state = ((state ^ (token + 1)) * _MULTIPLIER + _INCREMENT) & _MASK
     return state ^ (state >> 29)
+
+
+def _logprobs(token: int, certain: int, num_top: int) -> TokenLogprobs:
+    """Returns how likely a token is where the engine is certain of one."""
+    top = ((certain, 0.0),)[:num_top]
+    if token == certain:
+        return TokenLogprobs(token, 0.0, 1, top)
+    return TokenLogprobs(token, float("-inf"), 2, top)
 
 
 def _choose(state: int, answer_ids: Sequence[int]) -> int:
