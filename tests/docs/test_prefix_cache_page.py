@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvway_worker.cache_stats import MISS_REASONS
 from tests.docs.prefix_cache_example import pictures
 
 PAGE = Path(__file__).parents[2] / "docs" / "prefix-cache.md"
@@ -18,6 +19,7 @@ PICTURE = re.compile(
     r"(<!-- picture: (?P<name>.+?) -->\n```text\n)(?P<drawn>.*?)(?=^```$)",
     re.MULTILINE | re.DOTALL,
 )
+GOLDEN = Path(__file__).parents[1] / "golden"
 LINK = re.compile(r"\]\((?!https?://)(?P<path>[^)#]+)")
 
 
@@ -40,3 +42,17 @@ def test_what_the_page_links_to_is_there() -> None:
     assert paths
     missing = [path for path in paths if not (PAGE.parent / path).exists()]
     assert not missing
+
+
+def test_options_metrics_and_reasons_of_the_page_are_the_workers() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    options = set(re.findall(r"--[a-z][a-z-]+", (GOLDEN / "worker_help.txt").read_text()))
+    asked = set(re.findall(r"(--[a-z][a-z-]+)", text))
+    assert asked
+    assert asked <= options
+    metrics = (GOLDEN / "worker_metrics.txt").read_text()
+    named = re.findall(r"((?:vllm:|kvway_worker_)[a-z_]+)", text)
+    assert named
+    assert not [name for name in named if name not in metrics]
+    table = text[text.index("| reason |") : text.index("*Hit rate with")]
+    assert tuple(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == MISS_REASONS
