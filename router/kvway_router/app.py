@@ -76,7 +76,7 @@ class Router:
         )
         index = BlockIndex(
             max_blocks_per_replica=settings.max_replica_blocks,
-            max_blocks_total=settings.max_index_blocks,
+            max_bytes=settings.max_index_bytes,
         )
         ledger = Ledger(clock=clock, params=params)
         self.replicas = ReplicaSet(

@@ -34,7 +34,8 @@ from kvway_core.errors import (
     ReplicaError,
     ReplicaRejected,
 )
-from kvway_router.index import BlockIndex, Speculation
+from kvway_router.holding import Speculation
+from kvway_router.index import BlockIndex
 from kvway_router.ledger import Charge, Ledger
 from kvway_router.policy import Decision, PolicyParams, Prompt, choose
 from kvway_router.proxy import CachedTokens, ReplicaAnswer, ReplicaClient, request_headers

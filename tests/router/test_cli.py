@@ -55,6 +55,7 @@ def test_the_example_file_has_every_option() -> None:
         ("--port must be 0 to 65535, got 65536", (*NEEDED, "--port", "65536")),
         ("both 8081", (*NEEDED, "--port", "8081")),
         ("--max-attempts must be more than 0", (*NEEDED, "--max-attempts", "0")),
+        ("--max-index-bytes must be 9424 to", (*NEEDED, "--max-index-bytes", "1000")),
         ("--drain-timeout-s must not be negative", (*NEEDED, "--drain-timeout-s", "-1")),
         ("--bogus", (*NEEDED, "--bogus")),
     ],
@@ -90,7 +91,7 @@ def test_a_model_that_is_not_there_says_how_to_fetch_it(
 def test_the_command_loads_neither_torch_nor_the_worker() -> None:
     code = (
         "import sys, kvway_router.app, kvway_router.cli\n"
-        "print(sorted({'torch', 'transformers', 'kvway_worker', 'numpy'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'kvway_worker'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "[]"

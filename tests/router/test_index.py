@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from kvway_core.errors import InvariantViolated
-from kvway_router.index import BlockIndex
+from kvway_router.holding import Entry, Tier
+from kvway_router.index import MAX_BYTES, MIN_BYTES, BlockIndex
+from kvway_router.runs import Node
 
 CHAIN = [11, 12, 13, 14]
 
@@ -151,13 +153,15 @@ def test_a_beginning_that_others_extended_outlives_their_ends() -> None:
     assert index.match([1, 2, 5]) == {"a:1": 2}
 
 
-def test_the_total_is_bounded_and_the_largest_gives_way() -> None:
-    index = BlockIndex(max_blocks_per_replica=100, max_blocks_total=100)
-    index.store("a:1", None, list(range(100)))
+def test_the_budget_is_kept_and_the_largest_gives_way() -> None:
+    index = BlockIndex(max_bytes=MIN_BYTES)
+    index.store("a:1", None, list(range(650)))
+    assert index.num_blocks("a:1") == 650
     index.store("b:1", None, list(range(1000, 1030)))
-    assert len(index) == 100
+    assert index.size_bytes <= MIN_BYTES
     assert index.num_blocks("b:1") == 30
-    assert index.match(list(range(100))) == {"a:1": 70}
+    assert 600 < index.match(list(range(650)))["a:1"] < 650
+    index.check_invariants()
 
 
 def test_a_smaller_limit_evicts_at_once(index: BlockIndex) -> None:
@@ -202,22 +206,30 @@ def test_replicas_that_come_and_go_leave_nothing_behind() -> None:
         index.remove_replica(replica_id)
     assert index.match([1, 2, 3]) == {"stays:1": 3}
     assert len(index) == 3
+    assert index._tree.num_nodes == 1
     assert len(index._names) == 1
-    assert len(index._holders) == 3
+    index.check_invariants()
 
 
 def test_a_hot_prompt_does_not_grow_the_books() -> None:
     index = BlockIndex()
+    index.confirm(index.speculate("a:1", CHAIN))
+    before = index.size_bytes
     for _ in range(5_000):
         index.confirm(index.speculate("a:1", CHAIN))
-    assert len(index._holdings["a:1"].leaves) < 200
+    assert index.size_bytes == before
     index.check_invariants()
 
 
-@pytest.mark.parametrize("total", [0, -1])
-def test_an_index_without_room_is_refused(total: int) -> None:
+@pytest.mark.parametrize("max_bytes", [0, MIN_BYTES - 1, MAX_BYTES + 1])
+def test_a_budget_without_sense_is_refused(max_bytes: int) -> None:
+    with pytest.raises(ValueError, match="max_bytes must be"):
+        BlockIndex(max_bytes=max_bytes)
+
+
+def test_a_limit_without_room_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one block"):
-        BlockIndex(max_blocks_total=total)
+        BlockIndex(max_blocks_per_replica=0)
 
 
 def test_unknown_replicas_are_no_error(index: BlockIndex) -> None:
@@ -229,14 +241,26 @@ def test_unknown_replicas_are_no_error(index: BlockIndex) -> None:
     assert index.num_blocks("x:1") == 0
 
 
+def first_node(index: BlockIndex) -> Node:
+    return index._tree.tops[None][11]
+
+
+def entry(index: BlockIndex) -> Entry:
+    return index._replicas["a:1"].holdings[Tier.DEVICE].entries[first_node(index)]
+
+
 DAMAGES: dict[str, Callable[[BlockIndex], object]] = {
-    "holders": lambda index: index._holders.pop(11),
-    "children": lambda index: index._holdings["a:1"].num_children.clear(),
-    "leaves": lambda index: index._holdings["a:1"].leaves.clear(),
-    "limit": lambda index: setattr(index._holdings["a:1"], "limit", 1),
-    "voucher": lambda index: setattr(index._holdings["a:1"].blocks[11], "confirmed", False),
-    "count": lambda index: setattr(index, "_num_blocks", 3),
+    "held": lambda index: setattr(first_node(index), "held", 3),
+    "full": lambda index: setattr(first_node(index), "full", 0),
+    "place": lambda index: index._tree.tops[None].clear(),
+    "count": lambda index: setattr(index._tree, "num_blocks", 3),
+    "located": lambda index: index._tree._locator.drop(first_node(index)),
+    "entry": lambda index: setattr(entry(index), "count", 3),
+    "limit": lambda index: setattr(index._replicas["a:1"].holdings[0], "limit", 1),
+    "ring": lambda index: setattr(entry(index).older, "newer", entry(index).older),
+    "voucher": lambda index: setattr(entry(index), "sure", 0),
     "name": lambda index: index._names.__setitem__(0, None),
+    "budget": lambda index: setattr(index, "_max_bytes", 1),
 }
 
 
