@@ -116,6 +116,14 @@ def test_through_the_scheduler_twins_share_and_nothing_is_left() -> None:
     assert replay.parents == {}
 
 
+def test_an_ephemeral_request_leaves_no_tail_behind_normal_content() -> None:
+    bench = Bench(20)
+    bench.finish(request("0", COMMON))
+    cached = bench.pool.num_cached
+    bench.finish(request("1", [*COMMON, 7, 8], max_tokens=3, ephemeral=True))
+    assert bench.pool.num_cached == cached
+
+
 def test_an_aborted_ephemeral_request_leaves_nothing() -> None:
     bench = Bench(20)
     seq = request("0", [*COMMON, 7, 8], max_tokens=9, ephemeral=True)

@@ -9,6 +9,7 @@ from itertools import cycle, islice
 import pytest
 
 from kvway_worker.block_pool import BlockPool
+from kvway_worker.block_tables import BlockTables
 from kvway_worker.eviction import PROTECTED_SHARE, FreeBlocks
 from tests.worker.batching import Bench, request
 from tests.worker.pools import num_found, serve, take
@@ -55,6 +56,18 @@ def test_a_request_that_comes_back_to_its_own_blocks_proves_nothing() -> None:
         pool.free(table)
         pool.allocate(0, hits=table, again=True)
     pool.free(table)
+    assert pool.tier("protected") == []
+
+
+def test_a_preempted_request_takes_its_blocks_again_without_a_hit() -> None:
+    pool = BlockPool(20, 16)
+    tables = BlockTables(pool)
+    serve(pool, list(range(32)), namespace=request("0", [1]).namespace)
+    seq = request("0", range(33))
+    for _ in range(5):
+        assert tables.open(seq, 100) is not None
+        seq.cached_tokens = 32
+        tables.close(seq)
     assert pool.tier("protected") == []
 
 

@@ -89,6 +89,27 @@ def test_1_a_lost_fork_or_leader_leaves_the_others_right(
     for seq in forks:
         assert seq.status is Status.FAILED or seq.output_token_ids == answer(prompt, 9)
     assert bench.pool.num_free == 30
+    twin = request("twin", [*prompt, 7], block_size=4, max_tokens=9)
+    bench.finish(twin)
+    assert twin.output_token_ids == answer([*prompt, 7], 9)
+
+
+def test_1_rows_that_a_failed_step_was_to_copy_are_not_found() -> None:
+    """The fork that copies goes first, so nobody else has left the same rows yet."""
+    bench = Bench(30, block_size=4)
+    prompt = list(range(10))
+    forks = [request(str(i), prompt, block_size=4, max_tokens=9) for i in (1, 2)]
+    leader = request("0", prompt, block_size=4, max_tokens=9, forks=forks)
+    bench.add(leader)
+    bench.step()
+    plan = bench.scheduler.plan()
+    copied = {target for _, target, _ in plan.copies}
+    copying = [row.seq for row in plan.rows if row.block_table[2] in copied]
+    bench.abort(copying[0])
+    bench.scheduler.fail(plan)
+    twin = request("twin", [*prompt, 7], block_size=4, max_tokens=9)
+    bench.finish(twin)
+    assert twin.output_token_ids == answer([*prompt, 7], 9)
 
 
 # --- 2: hits that are not counted as taken ----------------------------------------------------

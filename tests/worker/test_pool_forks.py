@@ -10,7 +10,7 @@ from kvway_core.errors import InvariantViolated
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.block_tables import BlockTables
 from kvway_worker.sequence import Sequence
-from tests.worker.batching import Bench, answer, request, run
+from tests.worker.batching import Bench, OneHash, answer, request, run
 
 PROMPT = list(range(10))
 
@@ -178,6 +178,32 @@ def test_forks_that_say_the_same_share_it() -> None:
     for seq in (leader, *forks):
         assert seq.output_token_ids == answer(PROMPT, 15)
     assert bench.pool.num_free == 40
+
+
+def test_a_fork_publishes_what_its_leader_could_not() -> None:
+    """The leader's hash was taken by other content, which is gone by the time the fork grows."""
+    pool = BlockPool(9, 4)
+    tables = BlockTables(pool)
+    taken = request("taken", [9] * 4, block_size=4, chain=OneHash(4))
+    leader = request("leader", PROMPT, block_size=4, max_tokens=20, chain=OneHash(4))
+    for seq in (taken, leader):
+        assert tables.open(seq, 100) is not None
+        tables.publish(seq, seq.num_tokens)
+        tables.take_shared(seq)
+        seq.num_computed_tokens = seq.num_tokens
+        pool.commit()
+    assert leader.num_published_blocks == 0
+    tables.close(taken)
+    pool.free(pool.allocate(pool.num_free))
+    child = request("fork", PROMPT, block_size=4, max_tokens=20, chain=OneHash(4))
+    tables.fork(leader, child)
+    for token in (50, 51):
+        child.append(token)
+    assert tables.extend(child, 12) is not None
+    tables.publish(child, 12)
+    pool.commit()
+    pool.check_invariants()
+    assert child.num_published_blocks == 1
 
 
 def test_a_normal_fork_of_an_ephemeral_request_keeps_the_prompt() -> None:

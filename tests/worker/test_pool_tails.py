@@ -274,6 +274,21 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
     assert second.output_token_ids == answer(turn, 3)
 
 
+def test_turn_after_turn_computes_only_what_is_new() -> None:
+    """Tails are copied, grown and kept again."""
+    bench = Bench(40)
+    known = list(range(5))
+    for turn in range(12):
+        seq = request(str(turn), known, max_tokens=3)
+        bench.add(seq)
+        assert bench.scheduler.waiting_uncached_tokens() == (2 if turn else 5)
+        for _ in run(bench.scheduler, bench.engine):
+            pass
+        assert seq.cached_tokens == (len(known) - 2 if turn else 0)
+        assert seq.output_token_ids == answer(known, 3)
+        known = [*seq.token_ids, 300 + turn]
+
+
 def test_rows_of_a_block_that_is_in_use_are_copied() -> None:
     bench = Bench(40)
     first_step_table(bench, request("0", COMMON, max_tokens=9))

@@ -220,7 +220,7 @@ class BlockTables:
     def _keep_tail(self, seq: Sequence) -> None:
         size = self._pool.block_size
         index, num_rows = divmod(seq.num_computed_tokens, size)
-        if num_rows and index <= seq.num_published_blocks:
+        if num_rows:
             tokens = tuple(seq.token_ids[index * size : seq.num_computed_tokens])
             content = TailContent(self._parent(seq, index), tokens)
             self._pool.keep_tail(seq.block_table[index], content)
