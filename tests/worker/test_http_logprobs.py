@@ -149,7 +149,7 @@ async def test_prompt_logprobs_of_a_warm_prompt_are_those_of_a_cold_one(byte_mod
 
 async def test_tokens_may_be_called_by_their_ids(byte_model: Path) -> None:
     """In every form."""
-    fields = {"return_tokens_as_token_ids": True, "logprobs": 1}
+    fields: dict[str, Any] = {"return_tokens_as_token_ids": True, "logprobs": 1}
     async with serving(byte_model, ScriptedEngine(b"ab")) as running:
         _, done, _ = await running.post(COMPLETIONS, completion(**fields, max_tokens=1))
         request = chat(**fields | {"logprobs": True}, max_tokens=1)
