@@ -22,6 +22,10 @@ _TILE_ROWS = 256
 """Rows per call where a mask is needed: bounds the mask to 256 x num_keys, and what is computed of
 keys behind a row's own. With fewer than 192 rows torch attends in smaller pieces, slower."""
 
+_FLOAT32_ROWS = 16
+"""From so many rows on, float32 is faster than bfloat16 on a CPU without a matrix unit for it: by
+a quarter at 100 rows, conversion of all keys and values included."""
+
 _GROUP_TOKENS = 16_384
 """Keys per call of a decode group: bounds the gathered copy, which must stay in the cache."""
 
@@ -79,10 +83,12 @@ class PrefillRows:
     Attributes:
         slots: the keys' slots, in order. A slice where the blocks follow each other: no copy.
         tiles: its rows, in order.
+        dtype: what queries, keys and values are multiplied in.
     """
 
     slots: slice | Tensor
     tiles: tuple[Tile, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +146,8 @@ def plan(
         num_blocks: blocks in the caches.
         block_size: tokens per block.
         device: where the caches are.
-        dtype: theirs. Masks are made in it; a step for caches of another type is right, too, but
-            every layer converts them.
+        dtype: theirs. It decides what is computed in: a step for caches of another type is right,
+            too, but slower.
         fixed_shapes: attend in calls of one shape only. In float32 on a CPU a row's result is then
             the same, bit for bit, whatever else is in the step and however its request was split
             over steps; decode costs several times more.
@@ -222,6 +228,8 @@ def _mask(sees: Tensor, like: Tensor) -> Tensor:
 
 def _prefill_rows(request: RequestRows, slots: Tensor, start: int, *, like: Tensor) -> PrefillRows:
     num_rows, num_keys = request.num_queries, request.num_keys
+    if num_rows >= _FLOAT32_ROWS and _is_slow_in(like):
+        like = like.float()
     if num_rows == num_keys:
         tiles = [Tile(start, num_rows, 0, num_keys, mask=None, is_causal=True)]
     else:
@@ -231,7 +239,13 @@ def _prefill_rows(request: RequestRows, slots: Tensor, start: int, *, like: Tens
             seen = num_keys - num_rows + first + size
             mask = _mask(_causal(size, seen), like)
             tiles.append(Tile(start + first, size, 0, seen, mask=mask, is_causal=False))
-    return PrefillRows(_run_or_index(slots, like.device), tuple(tiles))
+    return PrefillRows(_run_or_index(slots, like.device), tuple(tiles), like.dtype)
+
+
+def _is_slow_in(like: Tensor) -> bool:
+    """Tell whether many rows are attended to faster in float32 than in this dtype."""
+    on_cpu = like.dtype == torch.bfloat16 and like.device.type == "cpu"
+    return on_cpu and not torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (no public name)
 
 
 def _fixed_rows(request: RequestRows, slots: Tensor, start: int, *, like: Tensor) -> PrefillRows:
@@ -248,7 +262,7 @@ def _fixed_rows(request: RequestRows, slots: Tensor, start: int, *, like: Tensor
         pad = _FIXED_ROWS - size
         tiles.append(Tile(start + first, size, pad, padded, _mask(sees, like), is_causal=False))
     pad_keys = slots[:1].expand(-num_keys % _FIXED_KEYS)
-    return PrefillRows(torch.cat([slots, pad_keys]).to(like.device), tuple(tiles))
+    return PrefillRows(torch.cat([slots, pad_keys]).to(like.device), tuple(tiles), like.dtype)
 
 
 def _grouped(singles: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -2,7 +2,7 @@
 
 Keys of a request whose blocks follow each other are read in place; others are gathered into a
 dense copy first. Grouped-query attention costs no copy: a decode row's heads that share a key head
-become rows of one call.
+become rows of one call. Many rows are multiplied in the dtype that the plan names.
 """
 
 from __future__ import annotations
@@ -33,25 +33,22 @@ def _taken(slots_of_cache: Tensor, slots: slice | Tensor) -> Tensor:
     return slots_of_cache.index_select(0, slots)
 
 
-def _in(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if mask is None else mask.to(dtype)
-
-
 def _prefill(
     out: Tensor, q: Tensor, k_slots: Tensor, v_slots: Tensor, prefill: PrefillRows, *, scale: float
 ) -> None:
-    k = _taken(k_slots, prefill.slots).transpose(0, 1)[None]  # [1, Hkv, num_keys, D]
-    v = _taken(v_slots, prefill.slots).transpose(0, 1)[None]
+    # [1, Hkv, num_keys, D]
+    k = _taken(k_slots, prefill.slots).to(prefill.dtype).transpose(0, 1)[None]
+    v = _taken(v_slots, prefill.slots).to(prefill.dtype).transpose(0, 1)[None]
     for tile in prefill.tiles:
         rows = slice(tile.row, tile.row + tile.num_rows)
-        tile_q = q[rows].transpose(0, 1)[None]  # [1, Hq, rows, D]
+        tile_q = q[rows].to(prefill.dtype).transpose(0, 1)[None]  # [1, Hq, rows, D]
         if tile.num_pad_rows:
             tile_q = pad(tile_q, (0, 0, 0, tile.num_pad_rows))
         tile_out = scaled_dot_product_attention(
             tile_q,
             k[:, :, : tile.num_keys],
             v[:, :, : tile.num_keys],
-            attn_mask=_in(tile.mask, q.dtype),
+            attn_mask=tile.mask,
             is_causal=tile.is_causal,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -67,8 +64,7 @@ def _decode(
     shape = (num_requests, -1, num_kv_heads, head_dim)
     k = _taken(k_slots, group.slots).view(shape).transpose(1, 2)
     v = _taken(v_slots, group.slots).view(shape).transpose(1, 2)
+    mask = None if group.mask is None else group.mask.to(q.dtype)
     heads = q.index_select(0, group.rows).view(num_requests, num_kv_heads, -1, head_dim)
-    group_out = scaled_dot_product_attention(
-        heads, k, v, attn_mask=_in(group.mask, q.dtype), scale=scale
-    )
+    group_out = scaled_dot_product_attention(heads, k, v, attn_mask=mask, scale=scale)
     out.index_copy_(0, group.rows, group_out.reshape(num_requests, -1, head_dim))
