@@ -11,6 +11,7 @@ from kvway_core.blocks import Namespace, event_hash
 from kvway_core.events import BlockRemoved, BlockStored
 from kvway_worker.block_content import Match
 from kvway_worker.block_pool import BlockPool
+from kvway_worker.block_tables import BlockTables
 from kvway_worker.eviction import FreeBlocks
 from tests.worker.batching import COMMON, Bench, answer, first_step_table, request, run
 from tests.worker.pools import NAMESPACE, hashes, num_found, serve, take
@@ -63,6 +64,19 @@ def test_without_caching_blocks_are_taken_and_given_back() -> None:
     assert bench.step() == {"2": 16}
     assert second.cached_tokens == 0
     assert bench.step() == {"3": 4}
+
+
+@pytest.mark.parametrize("num_drafts", [2, 4])
+def test_p16_drafts_take_the_room_they_need(num_drafts: int) -> None:
+    """Replays vLLM's test_allocate_with_lookahead: blocks of four, 3 + 2 and 3 + 4 take two."""
+    pool = BlockPool(9, 4)
+    tables = BlockTables(pool)
+    seq = request("0", range(3), block_size=4)
+    assert tables.open(seq, 100) == ()
+    assert tables.reserve(seq, 3 + num_drafts)
+    assert len(seq.block_table) == 2
+    assert not tables.reserve(seq, 40)
+    assert len(seq.block_table) == 2
 
 
 def test_p21_a_salt_changes_every_hash() -> None:

@@ -45,7 +45,7 @@ FIRST = [1, 2, 3, 4]
 def test_the_longest_beginning_is_found_to_the_token(
     prompt: list[int], found: tuple[int, int]
 ) -> None:
-    """SGLang's test_match_page_size_gt_1_rounds_down, without the rounding."""
+    """P31: hits finer than a block; SGLang's test_match_page_size_gt_1_rounds_down, unrounded."""
     pool = BlockPool(9, 4)
     serve(pool, [*FIRST, 5, 6])
     assert num_found(pool, prompt) == found
