@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from kvway_core.errors import PinQuotaExceeded
 from kvway_core.testing.fake_clock import FakeClock
-from kvway_worker.loading import Loaded, load_model
+from kvway_worker.loading import Loaded, load_for_good, load_model
 from kvway_worker.sequence import Sequence as Request
 from kvway_worker.sim import PRINTABLE_ASCII
 from tests.worker.batching import request
@@ -95,3 +96,13 @@ def test_drafts_are_made_when_asked_for(byte_model: Path) -> None:
         made = loaded(byte_model, **options)
         run(made, request("a", prompt, max_tokens=20))
         assert bool(made.scheduler.counters.num_drafts) == drafts
+
+
+def test_a_model_that_stays_is_kept_from_the_garbage_collector(byte_model: Path) -> None:
+    assert not gc.get_freeze_count()
+    try:
+        made = load_for_good(make_settings(byte_model), byte_model, FakeClock())
+        assert gc.get_freeze_count()
+        assert not any(thing is made.scheduler.pool for thing in gc.get_objects())
+    finally:
+        gc.unfreeze()

@@ -31,9 +31,10 @@ def run(argv: Sequence[str]) -> int:
     if settings.engine == "torch":
         require("worker", "torch", "transformers")
     logs.setup(settings.log_level)
+    from kvway_worker.loading import load_for_good
     from kvway_worker.serving import serve
 
-    return run_supervised(partial(serve, settings, model_dir))
+    return run_supervised(partial(serve, settings, model_dir, load=load_for_good))
 
 
 COMMAND: Final = Command("worker", "serve one model, with prefix caching", run)

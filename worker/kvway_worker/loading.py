@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -68,6 +69,22 @@ def load_model(settings: WorkerSettings, model_dir: Path, clock: Clock) -> Loade
         draft_min_match=settings.ngram_min_match,
     )
     return Loaded(model, engine, scheduler)
+
+
+def load_for_good(settings: WorkerSettings, model_dir: Path, clock: Clock) -> Loaded:
+    """Load a model that stays until the process ends, as `load_model`.
+
+    The garbage collector never looks at what is there now again. Else it goes through all that
+    torch and transformers made in every full collection, and a last time at the exit, which took
+    a torch worker a second of processor time.
+
+    Raises:
+        ConfigError: As `load_model`.
+    """
+    loaded = load_model(settings, model_dir, clock)
+    gc.collect()
+    gc.freeze()
+    return loaded
 
 
 def _sim_engine(settings: WorkerSettings, encoder: PromptEncoder) -> SimEngine:
