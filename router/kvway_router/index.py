@@ -43,6 +43,7 @@ MAX_BYTES: Final = MAX_NODES * (NODE_BYTES + ENTRY_BYTES)
 """Largest budget: what the names of all nodes allow."""
 
 _MAX_KNOWN_NAMES: Final = 256
+_NUM_TIERS: Final = len(Tier)
 
 
 class _Replica:
@@ -119,11 +120,8 @@ class BlockIndex:
         while node is not None and matching:
             num = num_common(node, 0, hashes, depth, total)
             full = self._on_tiers(node.full, slowest) & matching
-            for slot in _slots(matching ^ full):
-                count = depth + min(num, self._count(node, slot, slowest))
-                name = self._names[slot // len(Tier)]
-                if count and name is not None:
-                    matched[name] = count
+            if lost := matching ^ full:
+                matched.update(self._counts(node, lost, slowest, depth=depth, most=num))
             matching = full
             depth += num
             goes_on = num == node.size and depth < total
@@ -198,7 +196,7 @@ class BlockIndex:
                 node = tree.split(node, place + 1)
             tree.shrink(holding, node, place)
         tree.settle()
-        self._keep_budget(holding)
+        self._keep_budget()
 
     def clear(self, replica_id: str) -> None:
         """Forgets all blocks of a replica on all tiers. Complexity: what it holds."""
@@ -216,14 +214,14 @@ class BlockIndex:
         replica = self._replicas.pop(replica_id, None)
         if replica is None:
             return
-        first = len(Tier) * replica.number
-        self._tree.slots[first : first + len(Tier)] = [None] * len(Tier)
+        first = _NUM_TIERS * replica.number
+        self._tree.slots[first : first + _NUM_TIERS] = [None] * _NUM_TIERS
         self._names[replica.number] = None
         self._device_bits &= ~replica.holdings[Tier.DEVICE].bit
         self._known_names.clear()
         while self._names and self._names[-1] is None:
             self._names.pop()
-        del self._tree.slots[len(Tier) * len(self._names) :]
+        del self._tree.slots[_NUM_TIERS * len(self._names) :]
 
     # -- what the router expects ----------------------------------------------------------------
 
@@ -303,8 +301,8 @@ class BlockIndex:
         """
         self._tree.check()
         for name, replica in self._replicas.items():
-            first = len(Tier) * replica.number
-            known = self._tree.slots[first : first + len(Tier)]
+            first = _NUM_TIERS * replica.number
+            known = self._tree.slots[first : first + _NUM_TIERS]
             bits = [1 << (first + tier) for tier in Tier]
             if (
                 self._names[replica.number] != name
@@ -401,25 +399,30 @@ class BlockIndex:
     def _evict_surplus(self, holding: Holding) -> None:
         self._evict(holding, holding.num_blocks - holding.limit)
         self._tree.settle()
-        self._keep_budget(holding)
+        self._keep_budget()
 
-    def _keep_budget(self, holding: Holding) -> None:
-        """Evicts until the budget is kept: what this one has over its share, else the largest's.
+    def _keep_budget(self) -> None:
+        """Evicts from whoever holds most until the budget is kept, with a little room to spare.
 
         Also after a removal: it may have cut a run in two.
         """
         tree = self._tree
-        while tree.size_bytes > self._max_bytes:
-            holdings = [other for replica in self._replicas.values() for other in replica.holdings]
-            used = [other.num_blocks for other in holdings if other.num_blocks]
-            fair_share = sum(used) // len(used)
-            if holding.num_blocks <= fair_share:
-                holding = max(holdings, key=lambda other: other.num_blocks)
-            while tree.size_bytes > self._max_bytes and (entry := holding.oldest()) is not None:
-                surplus = tree.size_bytes - self._max_bytes
-                self._evict(holding, min(entry.count, -(-surplus // BLOCK_BYTES)))
-                if holding.num_blocks < fair_share:
-                    break
+        if tree.size_bytes <= self._max_bytes:
+            return
+        # Looking for the largest costs a step per replica: not at every call.
+        wanted_bytes = self._max_bytes - (self._max_bytes >> 10)
+        while tree.size_bytes > wanted_bytes:
+            holdings = [
+                holding for replica in self._replicas.values() for holding in replica.holdings
+            ]
+            largest = max(holdings, key=lambda holding: holding.num_blocks)
+            num_kept = largest.num_blocks // 2
+            while (
+                surplus := tree.size_bytes - wanted_bytes
+            ) > 0 and largest.num_blocks > num_kept:
+                entry = largest.oldest()
+                assert entry is not None  # noqa: S101  it holds blocks
+                self._evict(largest, min(entry.count, -(-surplus // BLOCK_BYTES)))
             tree.settle()
 
     def _settle(self, speculation: Speculation) -> Holding | None:
@@ -436,11 +439,11 @@ class BlockIndex:
         if replica is None:
             if None not in self._names:
                 self._names.append(None)
-                self._tree.slots += [None] * len(Tier)
+                self._tree.slots += [None] * _NUM_TIERS
             number = self._names.index(None)
-            first = len(Tier) * number
+            first = _NUM_TIERS * number
             holdings = tuple(Holding(1 << (first + tier), self._default_limit) for tier in Tier)
-            self._tree.slots[first : first + len(Tier)] = holdings
+            self._tree.slots[first : first + _NUM_TIERS] = holdings
             self._names[number] = replica_id
             self._device_bits |= holdings[Tier.DEVICE].bit
             self._known_names.clear()
@@ -454,14 +457,28 @@ class BlockIndex:
             merged |= bits >> tier
         return merged & self._device_bits
 
-    def _count(self, node: Node, slot: int, slowest: Tier) -> int:
-        """Counts the leading blocks of a node that a replica has on one of the tiers."""
-        count = 0
-        for holding in self._tree.slots[slot : slot + slowest + 1]:
-            entry = holding.entries.get(node) if holding is not None else None
-            if entry is not None and entry.count > count:
-                count = entry.count
-        return count
+    def _counts(
+        self, node: Node, bits: int, slowest: Tier, *, depth: int, most: int
+    ) -> Iterator[tuple[str, int]]:
+        """Yields how far replicas match that have not all of a node.
+
+        Args:
+            node: The node.
+            bits: The device bits of the replicas.
+            slowest: As for `match`.
+            depth: Blocks of the prompt before the node.
+            most: Blocks of the node that are the prompt's.
+        """
+        slots, names = self._tree.slots, self._names
+        for slot in _slots(bits):
+            count = 0
+            for holding in slots[slot : slot + slowest + 1] if slowest else (slots[slot],):
+                entry = holding.entries.get(node) if holding is not None else None
+                if entry is not None and entry.count > count:
+                    count = entry.count
+            name = names[slot // _NUM_TIERS]
+            if depth + count and name is not None:
+                yield name, depth + min(most, count)
 
     def _names_of(self, bits: int) -> tuple[str, ...]:
         names = self._known_names.get(bits)
@@ -469,7 +486,7 @@ class BlockIndex:
             if len(self._known_names) >= _MAX_KNOWN_NAMES:
                 self._known_names.clear()
             slots = _slots(bits)
-            found = [self._names[slot // len(Tier)] for slot in slots]
+            found = [self._names[slot // _NUM_TIERS] for slot in slots]
             names = tuple(name for name in found if name is not None)
             self._known_names[bits] = names
         return names
@@ -477,9 +494,10 @@ class BlockIndex:
 
 def _slots(bits: int) -> list[int]:
     """Returns the positions of the bits that are set."""
+    digits = bin(bits)[:1:-1]
     slots = []
-    while bits:
-        lowest = bits & -bits
-        slots.append(lowest.bit_length() - 1)
-        bits ^= lowest
+    slot = digits.find("1")
+    while slot >= 0:
+        slots.append(slot)
+        slot = digits.find("1", slot + 1)
     return slots

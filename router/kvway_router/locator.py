@@ -37,8 +37,9 @@ _TAG_MASK: Final = np.uint64(2**_TAG_BITS - 1)
 _MASK: Final = 2**64 - 1
 _BLOCKS_PER_SEGMENT: Final = 8192
 _MAX_SEGMENTS: Final = 4096
-_WAITING_PER_SEGMENT: Final = 8
+_MIN_WAITING: Final = 2048
 _MAX_WAITING: Final = 8192
+_WAITING_PER_SEGMENT: Final = 8
 _CLEANED_PER_TURN: Final = 1 / 32
 _STALE_SLACK: Final = 64
 
@@ -58,7 +59,8 @@ class Locator:
         wanted = max_blocks // _BLOCKS_PER_SEGMENT
         self._num_bits = max(1, min(wanted, _MAX_SEGMENTS).bit_length() - 1)
         self._segments = [bytearray() for _ in range(2**self._num_bits)]
-        self._max_waiting = min(_MAX_WAITING, _WAITING_PER_SEGMENT * len(self._segments))
+        wanted = _WAITING_PER_SEGMENT * len(self._segments)
+        self._max_waiting = min(max(wanted, _MIN_WAITING), _MAX_WAITING)
         # So that nobody who chooses hashes chooses their segment.
         self._factor = secrets.randbits(64) | 1
         self._nodes: list[Node | None] = []

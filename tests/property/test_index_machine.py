@@ -128,6 +128,7 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = BlockIndex(max_blocks_per_replica=LIMIT, max_bytes=2**16)
+        self.index._tree._locator._max_waiting = 5
         self.naive = NaiveIndex()
 
     @rule(replica=replicas, tier=tiers, path=paths, start=st.integers(0, 6))
@@ -225,6 +226,7 @@ class BrokenReplicasMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = BlockIndex(max_blocks_per_replica=30, max_bytes=MIN_BYTES)
+        self.index._tree._locator._max_waiting = 5
 
     @rule(
         replica=replicas,
