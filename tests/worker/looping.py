@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -14,16 +14,18 @@ from kvway_core.clock import Clock, SystemClock
 from kvway_core.events import KVEvent
 from kvway_worker.block_pool import BlockPool
 from kvway_worker.engine import EngineLoop, TokenOut, TokenStream
+from kvway_worker.sampling_params import TokenLogprobs
 from kvway_worker.scheduler import Scheduler
 from kvway_worker.sequence import Sequence
-from kvway_worker.step import StepPlan, StepResult
+from kvway_worker.step import Sampled, StepPlan, StepResult
 from tests.worker.batching import AuditedSim
 
 
 class Controlled(AuditedSim):
     """Waits at a gate before each step, and raises in the steps of requests named in `poison`.
 
-    All of its steps raise what `broken` is set to.
+    All of its steps raise what `broken` is set to. It forgets the tokens of requests named in
+    `mute`, and tells log probabilities if it is to.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -34,6 +36,7 @@ class Controlled(AuditedSim):
         self.poison: set[str] = set()
         self.mute: set[str] = set()
         self.broken: BaseException | None = None
+        self.tells_logprobs = False
 
     @override
     def execute(self, plan: StepPlan) -> StepResult:
@@ -44,6 +47,8 @@ class Controlled(AuditedSim):
         if any(row.seq.request_id in self.poison for row in plan.rows):
             raise RuntimeError("out of memory")
         sampled = super().execute(plan).sampled
+        if self.tells_logprobs:
+            return _with_logprobs(plan, sampled)
         return StepResult({key: s for key, s in sampled.items() if key not in self.mute})
 
     @override
@@ -54,6 +59,24 @@ class Controlled(AuditedSim):
     async def step_begins(self) -> None:
         """Waits until one more step is at the gate or through it."""
         await asyncio.to_thread(self.entered.acquire)
+
+
+def _with_logprobs(plan: StepPlan, sampled: Mapping[str, Sampled]) -> StepResult:
+    """Says of every token that it was certain."""
+    return StepResult(
+        {
+            key: Sampled(one.token_ids, tuple(TokenLogprobs(t, 0.0, 1) for t in one.token_ids))
+            for key, one in sampled.items()
+        },
+        {
+            row.seq.request_id: tuple(
+                TokenLogprobs(token_id, 0.0, 1)
+                for token_id in row.seq.prompt_token_ids[row.start + 1 : row.end + 1]
+            )
+            for row in plan.rows
+            if row.wants_prompt_logprobs
+        },
+    )
 
 
 class LoopWorker:

@@ -11,6 +11,7 @@ import pytest
 from kvway_core.errors import EngineFailed, InvalidRequest, KvwayError, Overloaded, ShuttingDown
 from kvway_core.testing.fake_clock import FakeClock
 from kvway_worker.engine import TokenOut, TokenStream
+from kvway_worker.sampling_params import SamplingParams
 from kvway_worker.sequence import Sequence
 from tests.worker.batching import answer, request
 from tests.worker.looping import LoopWorker, rest, tokens, worker
@@ -214,6 +215,19 @@ async def test_closing_twice_or_after_the_end_is_nothing_special() -> None:
         await stream.aclose()
         assert await rest(stream) == []
         assert tokens(await w.ask(request("a", PROMPT))) == answer(PROMPT, 1)
+
+
+async def test_log_probabilities_come_with_tokens_those_of_the_prompt_with_the_first() -> None:
+    """A fork has those of the prompt too."""
+    async with worker() as w:
+        w.engine.tells_logprobs = True
+        seq = forked("a", 2)
+        for one in (seq, *seq.forks):
+            one.params = SamplingParams(max_tokens=3, logprobs=0, prompt_logprobs=0)
+        for parts in await asyncio.gather(*map(rest, w.loop.submit(seq))):
+            assert [part.logprobs and part.logprobs.token_id for part in parts] == tokens(parts)
+            told = [[one.token_id for one in part.prompt_logprobs] for part in parts]
+            assert told == [list(range(1, 40)), [], []]
 
 
 @pytest.mark.parametrize("seed", range(5))
