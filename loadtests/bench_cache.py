@@ -190,13 +190,17 @@ class Bench:
         rows = []
         metrics: dict[str, float] = {}
         copied = cache_speculation.edits(encoder)
-        for name, prompts in (
-            ("copy 1", copied[:1]),
-            ("copy 4", copied[:4]),
-            ("random 1", cache_speculation.unrelated(encoder, 1, 256)),
+        for name, prompts, temperature in (
+            ("copy 1", copied[:1], 0.0),
+            ("copy 4", copied[:4], 0.0),
+            ("random 1", cache_speculation.unrelated(encoder, 1, 256), 1.0),
         ):
             found = cache_speculation.measure(
-                self.engine, prompts, pairs=max(1, self.args.pairs // 2), max_tokens=96
+                self.engine,
+                prompts,
+                pairs=max(1, self.args.pairs // 2),
+                max_tokens=96,
+                temperature=temperature,
             )
             rows.append(
                 (

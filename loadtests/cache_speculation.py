@@ -1,9 +1,10 @@
 """Where n-gram speculation wins: answers that repeat what the prompt says.
 
 The same requests with and without drafts, on one engine, one directly after the other; who goes
-first alternates. Beside the prompts to copy from, prompts of random tokens show what drafts cost
-where there is nothing to copy. Answers are compared: rounding in a step of several tokens may tip
-a choice between two tokens that are almost equally likely; nothing else may.
+first alternates. Beside the prompts to copy from, sampled answers to prompts of random tokens show
+what drafts cost where there is nothing to copy. (Greedy ones of a small model repeat themselves.)
+Answers are compared: rounding in a step of several tokens may tip a choice between two tokens that
+are almost equally likely; nothing else may.
 """
 
 from __future__ import annotations
@@ -69,7 +70,12 @@ def unrelated(encoder: PromptEncoder, count: int, num_tokens: int) -> list[list[
 
 
 def measure(
-    engine: Engine, prompts: Sequence[Sequence[int]], *, pairs: int, max_tokens: int
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    pairs: int,
+    max_tokens: int,
+    temperature: float = 0.0,
 ) -> Speculation:
     """Run the pairs; the first one warms up, the cache too, and does not count."""
     plain = StepLoop(engine)
@@ -77,7 +83,7 @@ def measure(
     measured: list[tuple[Run, Run]] = []
     for index in tqdm(range(pairs + 1), unit="pair", file=sys.stderr):
         order = (drafting, plain) if index % 2 else (plain, drafting)
-        runs = {loop: loop.run(prompts, max_tokens) for loop in order}
+        runs = {loop: loop.run(prompts, max_tokens, temperature=temperature) for loop in order}
         measured.append((runs[drafting], runs[plain]))
     last = zip(measured[-1][0].answers, measured[-1][1].answers, strict=True)
     num_tokens = len(prompts) * max_tokens

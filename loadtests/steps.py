@@ -94,14 +94,24 @@ class StepLoop:
         self._namespace = Namespace("bench", block_size=engine.block_size)
         self._num_requests = 0
 
-    def run(self, prompts: Sequence[TokenIds], max_tokens: int) -> Run:
-        """Adds a greedy request per prompt, all at once, and runs them to their end."""
+    def run(
+        self, prompts: Sequence[TokenIds], max_tokens: int, *, temperature: float = 0.0
+    ) -> Run:
+        """Adds a request per prompt, all at once, and runs them to their end.
+
+        Each has its place among the prompts as seed, so that other loops sample the same.
+        """
         gc.collect(1)  # the young: so that no run pays for what an earlier one left
         engine_s = modelled_s = 0.0
         num_steps = num_blocks = 0
         own_s = time.thread_time
         started, begun = time.perf_counter(), own_s()
-        requests = [self._request(prompt, max_tokens) for prompt in prompts]
+        requests = [
+            self._request(
+                prompt, SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+            )
+            for seed, prompt in enumerate(prompts)
+        ]
         for request in requests:
             self.scheduler.add(request)
         while self.scheduler.has_work:
@@ -125,12 +135,12 @@ class StepLoop:
             answers=[request.output_token_ids for request in requests],
         )
 
-    def _request(self, prompt: TokenIds, max_tokens: int) -> Request:
+    def _request(self, prompt: TokenIds, params: SamplingParams) -> Request:
         self._num_requests += 1
         return Request(
             str(self._num_requests),
             prompt,
-            params=SamplingParams(max_tokens=max_tokens),
+            params=params,
             namespace=self._namespace,
             chain=None if self.pool.prefix_caching else NoHashes(self.pool.block_size),
         )
