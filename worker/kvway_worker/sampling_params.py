@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class SamplingParams:
     """What a request says about its answer; the defaults change nothing.
 
-    In this order, each on what the one before left: allowed tokens and bias, penalties, what
-    `min_tokens` forbids, temperature, `top_k`, `top_p`, `min_p`.
+    In this order, each on what the one before left: allowed tokens and bias, penalties (repetition
+    first), what `min_tokens` and `bad_words` forbid, temperature, `top_k`, `top_p`, `min_p`.
+    Where everything allowed is forbidden, nothing is.
 
     Attributes:
         max_tokens: Tokens to generate at most, at least 1.
