@@ -112,3 +112,65 @@ async def test_the_second_request_is_fast_and_says_why(cluster: Cluster) -> None
     matched = {c["replica_id"]: c["matched_blocks"] for c in record["candidates"]}
     assert matched[record["replica_id"]] == warm.cached_tokens // BLOCK
     assert all(candidate["predicted_ttft_s"] > 0 for candidate in record["candidates"])
+
+
+async def test_fields_work_with_a_real_model_through_the_client(cluster: Cluster) -> None:
+    """Several answers with seeds, log probabilities, an echo, penalties: as the client reads."""
+    resolve_model(DEFAULT_MODEL)
+    up = await cluster.start(
+        "up", "up", "--port", "0", "--admin-port", "0", "--log-dir", str(cluster.folder / "logs")
+    )
+    messages: list[Any] = [{"role": "user", "content": "Write one line about the sea."}]
+    async with openai.AsyncOpenAI(base_url=up.ready["api"] + "/v1", api_key="none") as client:
+
+        async def two(seed: int) -> list[str | None]:
+            answer = await client.chat.completions.create(
+                model=DEFAULT_MODEL, messages=messages, max_tokens=12, n=2, seed=seed
+            )
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens <= 24
+            return [choice.message.content for choice in answer.choices]
+
+        first, again, other = await two(1), await two(1), await two(2)
+        told = await client.chat.completions.create(
+            model=DEFAULT_MODEL,
+            messages=messages,
+            max_tokens=8,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=3,
+        )
+        echo = await client.completions.create(
+            model=DEFAULT_MODEL,
+            prompt="The capital of France is",
+            max_tokens=4,
+            temperature=0,
+            echo=True,
+            logprobs=2,
+        )
+        barred = await client.completions.create(
+            model=DEFAULT_MODEL,
+            prompt="The capital of France is",
+            max_tokens=4,
+            temperature=0,
+            extra_body={"bad_words": ["Paris"]},
+        )
+    assert first == again
+    assert len({*first, *other}) == 4
+    assert told.choices[0].logprobs is not None
+    tokens = told.choices[0].logprobs.content
+    assert tokens is not None
+    assert b"".join(bytes(token.bytes or ()) for token in tokens).decode() == (
+        told.choices[0].message.content
+    )
+    for token in tokens:
+        assert token.top_logprobs[0].token == token.token
+        assert token.logprob == token.top_logprobs[0].logprob <= 0
+    [choice] = echo.choices
+    assert choice.text.startswith("The capital of France is Paris")
+    assert choice.logprobs is not None
+    logprobs: list[float | None] = [*(choice.logprobs.token_logprobs or ())]
+    assert logprobs[0] is None
+    assert all(logprob is not None and logprob <= 0 for logprob in logprobs[1:])
+    assert "".join(choice.logprobs.tokens or ()) == choice.text
+    assert "Paris" not in barred.choices[0].text

@@ -122,7 +122,11 @@ async def test_several_answers_have_their_index_and_the_prompt_counts_once(
                 shown = choice["text"] if make is completion else choice["message"]["content"]
                 texts[choice["index"]] = shown
         assert await running.nothing_is_held()
+        counted = running.worker.metrics.registry.get_sample_value(
+            "vllm:prompt_tokens_total", {"model_name": "tiny"}
+        )
     assert texts == ["0000", "1111", "2222"]
+    assert counted == usage["prompt_tokens"]
     assert usage["completion_tokens"] == 12
     num_prompt = len("Once upon a time") if make is completion else 39
     assert usage["prompt_tokens"] == num_prompt
