@@ -32,6 +32,7 @@ from kvway_router.reading import ReaderPool, ServedModel
 from kvway_router.replica import ReplicaOptions
 from kvway_router.replicas import ReplicaSet
 from kvway_router.settings import RouterSettings
+from kvway_router.snapshot_keeper import SnapshotKeeper
 from kvway_router.trips import TripLog
 
 _MAX_ADMIN_BODY_BYTES: Final = 1024
@@ -88,6 +89,11 @@ class Router:
             options=ReplicaOptions(
                 interval_s=settings.probe_interval_s, timeout_s=settings.probe_timeout_s
             ),
+        )
+        self._keeper = (
+            SnapshotKeeper(settings.index_snapshot, index=index, replicas=self.replicas)
+            if settings.index_snapshot is not None
+            else None
         )
         self._discovery = Discovery(
             settings.replica,
@@ -157,6 +163,9 @@ class Router:
                 api=local_url(settings.host, api_port),
                 admin=local_url(settings.admin_host, admin_port),
             )
+            if self._keeper is not None:
+                await self._keeper.load()
+                _ = self._supervisor.spawn("index-snapshot", self._keeper.run())
             _ = self._supervisor.spawn("replicas", self.replicas.run())
             _ = self._supervisor.spawn("discovery", self._discovery.run())
             self._open = opening.pop_all()
@@ -169,6 +178,8 @@ class Router:
     async def drain(self) -> None:
         """Takes nothing new and lets what runs end, for as long as the settings say."""
         await self.dispatcher.running.drain(timeout_s=self._settings.drain_timeout_s)
+        if self._keeper is not None:
+            await self._keeper.write()
 
 
 async def serve(

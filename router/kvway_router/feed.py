@@ -15,7 +15,7 @@ is up again all is replayed from the start.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, assert_never
 
@@ -48,10 +48,18 @@ from kvway_router.feed_state import (
     FeedStats,
     Replay,
 )
+from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 
-DEVICE_MEDIA: Final = (None, "GPU")
-"""Media that the index lists: the pool itself."""
+TIERS: Final[Mapping[str | None, Tier]] = {
+    None: Tier.DEVICE,
+    "GPU": Tier.DEVICE,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "DISK": Tier.DISK,
+    "STORAGE": Tier.DISK,
+}
+"""Where the index lists the blocks of a medium; others, which a replica shares, are not listed."""
 
 _DRAINED_PER_TURN: Final = 64
 _RECONNECT_MAX_MS: Final = 2_000
@@ -279,8 +287,6 @@ class ReplicaFeed:
 def apply_batch(index: BlockIndex, replica_id: str, batch: EventBatch, *, block_size: int) -> int:
     """Enters the events of a batch into the index, in order.
 
-    Blocks in other places than the pool itself are not listed.
-
     Returns:
         How many events were skipped because their blocks have another size.
     """
@@ -288,7 +294,8 @@ def apply_batch(index: BlockIndex, replica_id: str, batch: EventBatch, *, block_
     for event in batch.events:
         match event:
             case BlockStored():
-                if event.medium not in DEVICE_MEDIA:
+                tier = TIERS.get(event.medium)
+                if tier is None:
                     continue
                 if event.block_size != block_size:
                     num_skipped += 1
@@ -298,10 +305,13 @@ def apply_batch(index: BlockIndex, replica_id: str, batch: EventBatch, *, block_
                     replica_id,
                     None if parent is None else _index_hash(parent),
                     [_index_hash(block_hash) for block_hash in event.block_hashes],
+                    tier=tier,
                 )
             case BlockRemoved():
-                if event.medium in DEVICE_MEDIA:
-                    index.remove(replica_id, [_index_hash(h) for h in event.block_hashes])
+                tier = TIERS.get(event.medium)
+                if tier is not None:
+                    hashes = [_index_hash(block_hash) for block_hash in event.block_hashes]
+                    index.remove(replica_id, hashes, tier=tier)
             case AllBlocksCleared():
                 index.clear(replica_id)
             case _:

@@ -108,6 +108,13 @@ class Holding:
         entry = self._ring.newer
         return None if entry is self._ring else entry
 
+    def walk(self) -> Iterator[Entry]:
+        """Yields the entries, the least recently used first; nothing may change meanwhile."""
+        entry = self._ring.newer
+        while entry is not self._ring:
+            yield entry
+            entry = entry.newer
+
     def add(self, node: Node) -> Entry:
         """Enters a run, as the most recently used."""
         entry = self.entries[node] = Entry(node)
@@ -149,7 +156,7 @@ class Holding:
         Raises:
             InvariantViolated: One does not hold.
         """
-        ring = list(self._walk())
+        ring = list(self.walk())
         if {id(entry) for entry in ring} != {id(entry) for entry in self.entries.values()}:
             raise InvariantViolated("5: the ring and the entries differ")
         if [entry.tick for entry in ring] != sorted(entry.tick for entry in ring):
@@ -172,12 +179,6 @@ class Holding:
             unsure = {entry.node.hash_at(place) for place in range(entry.sure, entry.count)}
             if not 0 <= entry.sure <= entry.count or not unsure <= expected:
                 raise InvariantViolated("6: nobody vouches for a block")
-
-    def _walk(self) -> Iterator[Entry]:
-        entry = self._ring.newer
-        while entry is not self._ring:
-            yield entry
-            entry = entry.newer
 
     def _link(self, entry: Entry, *, older: Entry) -> None:
         entry.older = older

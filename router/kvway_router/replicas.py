@@ -27,6 +27,7 @@ from kvway_router.ledger import Ledger
 from kvway_router.policy import ReplicaLoad
 from kvway_router.probe import Bad, Prober
 from kvway_router.replica import Replica, ReplicaOptions, ReplicaState
+from kvway_router.snapshots import Snapshot
 
 INDEX_SLACK: Final = 1.5
 """Blocks listed for a replica, in units of what it can hold: too few is ruinous, more is not."""
@@ -82,6 +83,7 @@ class ReplicaSet:
         self._options = options or ReplicaOptions()
         self._rng = rng or random.Random()  # noqa: S311 - spreads probes, keeps no secret
         self._members: dict[str, _Member] = {}
+        self._remembered: Snapshot | None = None
         self._running: tuple[asyncio.TaskGroup, Prober, zmq.asyncio.Context] | None = None
         self._changed = asyncio.Condition()
 
@@ -133,9 +135,16 @@ class ReplicaSet:
         for replica_id, address in wanted.items():
             if replica_id not in self._members:
                 member = _Member(Replica(address, options=self._options))
+                if self._remembered is not None:
+                    # In another life by now? Its first report tells, and clears it.
+                    member.replica.boot_id = self._index.restore(self._remembered, replica_id)
                 self._members[replica_id] = member
                 self._watch_if_running(member)
                 _log.info("replica_added", replica=replica_id)
+
+    def remember(self, snapshot: Snapshot | None) -> None:
+        """Has what a snapshot says of a replica taken for true when that replica is added."""
+        self._remembered = snapshot
 
     def report_failure(self, replica_id: str, error: ReplicaError) -> None:
         """Takes in that a request failed at a replica.

@@ -67,6 +67,9 @@ class RouterSettings:
     max_index_bytes: int = option(
         128 * 1024 * 1024, help="memory of the index of all replicas together", unit="bytes"
     )
+    index_snapshot: Path | None = option(
+        None, help="file that keeps the index across restarts: read first, written every minute"
+    )
     max_attempts: int = option(3, help="replicas one request is tried at, at most")
     max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, help="largest request body", unit="bytes")
     body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")

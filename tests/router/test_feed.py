@@ -20,6 +20,7 @@ from kvway_core.events import (
 )
 from kvway_router.feed import FeedSource, ReplicaFeed, apply_batch
 from kvway_router.feed_state import FeedOptions, FeedStats
+from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from tests.router.zmq_worker import TOPIC, ZmqWorker, removed, stored
 
@@ -219,7 +220,7 @@ async def test_a_flood_does_not_stop_the_loop(worker: ZmqWorker) -> None:
         assert follower.index.num_blocks(REPLICA) == 2_000
 
 
-def test_events_enter_under_their_low_64_bits_and_only_those_of_the_pool() -> None:
+def test_events_enter_under_their_low_64_bits_on_the_tier_of_their_medium() -> None:
     index = BlockIndex()
     whole = bytes(range(16))
     low = int.from_bytes(whole[8:], "big")
@@ -229,10 +230,23 @@ def test_events_enter_under_their_low_64_bits_and_only_those_of_the_pool() -> No
         BlockStored(
             block_hashes=[5], parent_block_hash=None, token_ids=[], block_size=16, medium="CPU"
         ),
+        BlockStored(
+            block_hashes=[6], parent_block_hash=5, token_ids=[], block_size=16, medium="DISK"
+        ),
+        BlockStored(
+            block_hashes=[7],
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=16,
+            medium="CLOUD",
+        ),
         BlockRemoved(block_hashes=[whole], medium="CPU"),
     )
     batch = EventBatch(ts=0.0, events=events)
     assert encode_batch(batch)
     assert apply_batch(index, REPLICA, batch, block_size=16) == 0
     assert index.match([low, 2**64 - 1]) == {REPLICA: 2}
-    assert index.match([5]) == {}
+    assert index.match([5, 6]) == {}
+    assert index.match([5, 6], slowest=Tier.HOST) == {REPLICA: 1}
+    assert index.match([5, 6], slowest=Tier.DISK) == {REPLICA: 2}
+    assert index.match([7], slowest=Tier.DISK) == {}

@@ -1,0 +1,135 @@
+"""What the index held at one moment, as bytes and as a file, for the router that comes next.
+
+A snapshot is an estimate: replicas went on without the router. So it says in which life of a
+replica it was taken, and whoever restores it clears a replica that lives another one.
+
+    magic, checksum, msgpack: [version, byte order, [run, ...], {replica: [boot id, [tier, ...]]}]
+    run  = [number of the run before it or -1, hash it waits for or None, packed hashes]
+    tier = [number of the run, how many of its blocks, ...]      least recently used first
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import xxhash
+
+from kvway_router.runs import HASH_BYTES, unpack
+
+VERSION: Final = 1
+_MAGIC: Final = b"kvway-index\n"
+_CHECKSUM_BYTES: Final = 8
+
+
+class SavedRun(msgspec.Struct, frozen=True, array_like=True):
+    """A run of blocks, once for all who hold it.
+
+    Attributes:
+        before: Number of the run that it follows, always a smaller one; -1 for none.
+        waits_for: Where there is none: the hash of the block that is missing before it; None for a
+            run that starts a prompt.
+        hashes: Packed, in the byte order of the machine.
+    """
+
+    before: int
+    waits_for: int | None
+    hashes: bytes
+
+
+class SavedReplica(msgspec.Struct, frozen=True, array_like=True):
+    """What one replica held.
+
+    Attributes:
+        boot_id: The life it was in; None if it does not say.
+        tiers: For each tier numbers of runs, each followed by how many of its leading blocks it
+            held, least recently used first.
+    """
+
+    boot_id: str | None
+    tiers: list[list[int]]
+
+
+class Snapshot(msgspec.Struct, frozen=True, array_like=True):
+    """What the index held at one moment."""
+
+    version: int
+    byte_order: str
+    runs: list[SavedRun]
+    replicas: dict[str, SavedReplica]
+
+    def parent_of(self, number: int) -> int | None:
+        """Returns the hash of the block before a run; None for one that starts a prompt."""
+        run = self.runs[number]
+        if run.before < 0:
+            return run.waits_for
+        return unpack(self.runs[run.before].hashes[-HASH_BYTES:])[0]
+
+
+def encode_snapshot(snapshot: Snapshot) -> bytes:
+    """Returns a snapshot as bytes. May run in a thread: nothing in it changes any more."""
+    payload = msgspec.msgpack.encode(snapshot)
+    return _MAGIC + xxhash.xxh3_64_digest(payload) + payload
+
+
+def decode_snapshot(data: bytes) -> Snapshot:
+    """Reads a snapshot.
+
+    Raises:
+        ValueError: It is none, of another version or kind of machine, damaged, or refers to runs
+            that it does not have.
+    """
+    start = len(_MAGIC) + _CHECKSUM_BYTES
+    payload = data[start:]
+    if not data.startswith(_MAGIC) or data[len(_MAGIC) : start] != xxhash.xxh3_64_digest(payload):
+        raise ValueError("it is damaged, or not a snapshot of an index")
+    snapshot = msgspec.msgpack.decode(payload, type=Snapshot)
+    if (snapshot.version, snapshot.byte_order) != (VERSION, sys.byteorder):
+        raise ValueError(
+            f"it is of version {snapshot.version}, {snapshot.byte_order} endian;"
+            f" this router reads version {VERSION}, {sys.byteorder} endian"
+        )
+    for number, run in enumerate(snapshot.runs):
+        if not run.hashes or len(run.hashes) % HASH_BYTES or run.before >= number:
+            raise ValueError("it has a run without blocks or before what it follows")
+    for replica in snapshot.replicas.values():
+        for tier in replica.tiers:
+            if len(tier) % 2 or not all(0 <= run < len(snapshot.runs) for run in tier[::2]):
+                raise ValueError("it names runs that it does not have")
+    return snapshot
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Writes a snapshot to a file that appears at once and whole. Takes its time: not for a loop.
+
+    Raises:
+        OSError: It cannot be written there; what was there before stays.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with partial.open("wb") as file:
+            file.write(encode_snapshot(snapshot))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def read_snapshot(path: Path) -> Snapshot | None:
+    """Reads a file that `write_snapshot` wrote; None if there is none.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: As `decode_snapshot`.
+    """
+    try:
+        return decode_snapshot(path.read_bytes())
+    except FileNotFoundError:
+        return None
