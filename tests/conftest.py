@@ -24,10 +24,11 @@ settings.load_profile(PROFILE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Lets a soak take as long as it takes."""
-    if PROFILE == "soak":
-        for item in items:
-            item.add_marker(pytest.mark.timeout(0))
+    """Gives generated cases more time than the 60 seconds of other tests, and a soak all it takes."""
+    limit_s = 0 if PROFILE == "soak" else 300
+    for item in items:
+        if item.get_closest_marker("property") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(limit_s))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
