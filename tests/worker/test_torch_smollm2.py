@@ -5,8 +5,10 @@ Real weights, real template, float32: greedy answers equal `generate` token for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from kvway_core.api import ChatMessage
 from kvway_core.prompts import PromptEncoder
 from kvway_worker.fetch import DEFAULT_MODEL, resolve_model
+from kvway_worker.sampling_params import TokenLogprobs
 from kvway_worker.torch_engine import TorchEngine
 from tests.worker.torch_models import Driver, generate
 
@@ -86,12 +89,74 @@ def test_greedy_equals_generate_cold_warm_and_in_a_batch_of_eight(
     assert driver.answer(prompts[0], NUM_NEW) == (expected[0], 0)
     answer, num_cached = driver.answer(prompts[1], NUM_NEW)
     assert answer == expected[1]
-    assert num_cached >= 96  # every full block of the shared part
-    assert num_cached % engine.block_size == 0
+    assert num_cached >= 96  # the shared part
     driver = Driver(engine)
     requests = [driver.add(prompt, NUM_NEW) for prompt in prompts]
     driver.finish()
     assert [request.output_token_ids for request in requests] == expected
+
+
+@dataclass(frozen=True)
+class Answer:
+    """All that a request says; equality is bit for bit."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+
+
+def ask(driver: Driver, prompt: Sequence[int], num_new: int, **params: Any) -> Answer:
+    request = driver.add(prompt, num_new, logprobs=5, **params)
+    driver.finish()
+    logprobs = driver.logprobs[request.request_id]
+    return Answer(tuple(request.output_token_ids), tuple(logprobs), tuple(request.prompt_logprobs))
+
+
+def test_deterministic_answers_are_the_same_bit_for_bit(
+    model_dir: Path, prompts: list[list[int]]
+) -> None:
+    """P28, section 6 numbers 15 and 18; on two threads, where more would differ than on one."""
+    torch.set_num_threads(2)
+    engine = TorchEngine(model_dir, device="cpu", num_blocks=64, deterministic=True)
+    sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3}
+    whole = ask(Driver(engine), prompts[0], 3, prompt_logprobs=1, **sampled)
+    assert [one.token_id for one in whole.prompt_logprobs] == prompts[0][1:]
+    expected = replace(whole, prompt_logprobs=())
+
+    warm = Driver(engine)
+    warm.answer(prompts[1], 1)
+    assert ask(warm, prompts[0], 3, **sampled) == expected  # cached blocks and a copied tail
+    assert ask(warm, prompts[0], 3, **sampled) == expected  # fully cached
+    assert ask(warm, prompts[0], 1, prompt_logprobs=1).prompt_logprobs == whole.prompt_logprobs
+    batched = Driver(engine, num_drafts=4, max_num_batched_tokens=75)
+    batched.add(prompts[2][:40], 9)
+    assert ask(batched, prompts[0], 3, **sampled) == expected
+    torch.set_num_threads(1)
+
+
+OWN_TOLERANCE, TOP_TOLERANCE = 0.25, 0.8
+"""How far log probabilities of cold and warm may be apart in bfloat16: see decision 0010."""
+
+
+def test_in_bfloat16_cold_and_warm_log_probabilities_are_close(
+    model_dir: Path, prompts: list[list[int]]
+) -> None:
+    """Compared as far as the answers are the same, which they mostly are."""
+    engine = TorchEngine(model_dir, dtype="bfloat16", device="cpu", num_blocks=128)
+    colds = [ask(Driver(engine), prompt, NUM_NEW) for prompt in prompts[:4]]
+    warm = Driver(engine)  # from here on: drivers of one engine write the same blocks
+    warm.answer(prompts[-1], 2)
+    hits = [ask(warm, prompt, NUM_NEW) for prompt in prompts[:4]]
+    num_compared = 0
+    for cold, hit in zip(colds, hits, strict=True):
+        for a, b in zip(cold.logprobs, hit.logprobs, strict=True):
+            if a.token_id != b.token_id:
+                break
+            num_compared += 1
+            assert abs(a.logprob - b.logprob) <= OWN_TOLERANCE
+            top = dict(a.top)
+            assert all(abs(top[t] - p) <= TOP_TOLERANCE for t, p in b.top if t in top)
+    assert num_compared >= 2 * NUM_NEW
 
 
 def test_numbers_are_split_into_digits(model_dir: Path) -> None:
