@@ -24,7 +24,7 @@ settings.load_profile(PROFILE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives generated cases more time than the 60 seconds of other tests, and a soak all it takes."""
+    """Gives generated cases more time than other tests, and a soak all it takes."""
     limit_s = 0 if PROFILE == "soak" else 300
     for item in items:
         if item.get_closest_marker("property") and not item.get_closest_marker("timeout"):
