@@ -167,7 +167,7 @@ class _Turn:
 
     def __call__(self, heads: Tensor) -> Tensor:
         """Return the heads turned: [T, H, D], contiguous."""
-        return torch.addcmul(heads * self._cos, heads.roll(self._half, -1), self._sin)
+        return heads * self._cos + heads.roll(self._half, -1) * self._sin
 
 
 def supports(model: Any) -> bool:
