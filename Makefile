@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index
 
 help: ## Show what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,3 +58,6 @@ bench-ttft: setup ## Measure warm against cold time to first token; ARGS="--pair
 
 bench-cache: setup ## Measure what the prefix cache costs and saves; ARGS="--only ttft" for parts
 	@$(BIN)/python -m loadtests.bench_cache $(ARGS)
+
+bench-index: setup ## Measure the router's block index; ARGS="--blocks 250000" for less
+	@$(BIN)/python -m loadtests.bench_index $(ARGS)
