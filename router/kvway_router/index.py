@@ -148,7 +148,10 @@ class BlockIndex:
 
     @property
     def size_bytes(self) -> int:
-        """What all blocks, runs and books together are counted as: at least what they take."""
+        """What all blocks, runs and books together are counted as: at least what they take.
+
+        Not counted: some megabytes at most that are there however little is held.
+        """
         return self._tree.size_bytes
 
     @property

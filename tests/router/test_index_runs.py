@@ -1,0 +1,286 @@
+"""How runs split and become one again, what they cost, and how a block is found among them."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import tracemalloc
+
+import pytest
+
+from kvway_router.holding import Tier
+from kvway_router.index import MIN_BYTES, BlockIndex
+from kvway_router.locator import Locator
+from kvway_router.run_tree import MAX_RUN
+from kvway_router.runs import Node, num_common, pack, position_in, unpack
+
+RNG_SEED = 7
+
+
+def fresh(num_blocks: int, rng: random.Random) -> list[int]:
+    return [rng.getrandbits(64) for _ in range(num_blocks)]
+
+
+def num_runs(index: BlockIndex) -> int:
+    index.check_invariants()
+    return index._tree.num_nodes
+
+
+# -- splitting and joining ----------------------------------------------------------------------
+
+
+def test_a_prompt_that_branches_off_splits_a_run_and_one_that_leaves_joins_it() -> None:
+    index = BlockIndex()
+    index.store("a:1", None, [1, 2, 3, 4])
+    assert num_runs(index) == 1
+    index.store("a:1", 2, [8])
+    assert num_runs(index) == 3
+    index.store("a:1", None, [1, 2, 3, 4])
+    index.remove("a:1", [8])
+    assert num_runs(index) == 1
+    assert index.match([1, 2, 3, 4]) == {"a:1": 4}
+
+
+def test_chunks_of_a_prompt_and_what_is_decoded_behind_it_become_one_run() -> None:
+    index = BlockIndex()
+    chain = list(range(1, 301))
+    for start in range(0, 256, 64):
+        parent = chain[start - 1] if start else None
+        index.store("a:1", parent, chain[start : start + 64])
+    for place in range(256, 300):
+        index.store("a:1", chain[place - 1], [chain[place]])
+    assert num_runs(index) == 1
+    assert index.match(chain) == {"a:1": 300}
+
+
+def test_an_expected_prompt_that_is_confirmed_piece_by_piece_is_one_run_in_the_end() -> None:
+    index = BlockIndex()
+    chain = list(range(1, 97))
+    index.store("a:1", None, chain[:32])
+    expected = index.speculate("a:1", chain)
+    for start in range(32, 96, 16):
+        index.store("a:1", chain[start - 1], chain[start : start + 16])
+    index.confirm(expected)
+    assert num_runs(index) == 1
+
+
+def test_replicas_that_evict_each_at_its_own_pace_split_nothing() -> None:
+    index = BlockIndex()
+    chain = list(range(1, 101))
+    names = [f"r{number}:1" for number in range(8)]
+    for name in names:
+        index.store(name, None, chain)
+    for number, name in enumerate(names):
+        for block in reversed(chain[100 - 9 * number :]):
+            index.remove(name, [block])
+    assert num_runs(index) == 1
+    assert index.match(chain) == {name: 100 - 9 * number for number, name in enumerate(names)}
+
+
+def test_orphans_of_one_run_become_one_again_in_whatever_order_it_comes_back() -> None:
+    chain = list(range(1, 6))
+    for order in itertools.permutations(range(5)):
+        index = BlockIndex()
+        for place in order:
+            index.store("a:1", chain[place - 1] if place else None, [chain[place]])
+        assert index.match(chain) == {"a:1": 5}
+        index.store("a:1", None, chain)
+        assert num_runs(index) == 1
+
+
+def test_a_block_removed_from_the_middle_makes_an_orphan_that_comes_back() -> None:
+    index = BlockIndex()
+    chain = list(range(1, 10))
+    for middle in chain:
+        index.store("a:1", None, chain)
+        index.remove("a:1", [middle])
+        assert len(index) == 8
+        assert index.match(chain).get("a:1", 0) == middle - 1
+        index.store("a:1", middle - 1 or None, [middle])
+        assert index.match(chain) == {"a:1": 9}
+
+
+def test_a_long_prompt_is_several_runs() -> None:
+    index = BlockIndex()
+    chain = fresh(2 * MAX_RUN + 5, random.Random(RNG_SEED))
+    index.confirm(index.speculate("a:1", chain))
+    index.store("a:1", chain[-1], [3])
+    assert num_runs(index) == 3
+    assert index.match([*chain, 3]) == {"a:1": len(chain) + 1}
+
+
+# -- churn and memory ---------------------------------------------------------------------------
+
+
+def test_unique_prompts_without_end_grow_nothing() -> None:
+    """The whole of it by hand: a million prompts; here enough to go round some times."""
+    rng = random.Random(RNG_SEED)
+    index = BlockIndex(max_blocks_per_replica=1000, max_bytes=2**20)
+    system = fresh(20, rng)
+    peak = 0
+    for number in range(20_000):
+        name = f"r{number % 4}:1"
+        promise = index.speculate(name, [*system, *fresh(rng.randrange(1, 12), rng)])
+        (index.rollback if rng.random() < 0.1 else index.confirm)(promise)
+        if number == 10_000:
+            peak = index.size_bytes + 13 * index._tree._locator.num_entries
+    assert index.size_bytes + 13 * index._tree._locator.num_entries < 1.2 * peak
+    index.check_invariants()
+    for number in range(4):
+        index.remove_replica(f"r{number}:1")
+    assert (len(index), num_runs(index), index.size_bytes) == (0, 0, 0)
+
+
+def test_replicas_that_join_and_leave_give_their_memory_back() -> None:
+    rng = random.Random(RNG_SEED)
+    index = BlockIndex(max_bytes=2**22)
+    shared = fresh(64, rng)
+    index.store("stays:1", None, shared)
+
+    def generation() -> None:
+        for number in range(25):
+            name = f"r{number}:1"
+            for _ in range(10):
+                index.store(name, None, [*shared[: rng.randrange(64)], *fresh(64, rng)])
+        for number in range(25):
+            index.remove_replica(f"r{number}:1")
+
+    generation()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(4):
+            generation()
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 200_000, "of about 1.5 MB that each generation takes"
+    assert len(index) == 64
+    index.store("stays:1", None, shared)
+    assert num_runs(index) == 1
+
+
+@pytest.mark.parametrize(("size", "shared"), [(128, 0), (512, 384), (16, 8)])
+def test_what_is_counted_is_at_least_what_is_taken(size: int, shared: int) -> None:
+    rng = random.Random(RNG_SEED)
+    head = fresh(shared, rng)
+    index = BlockIndex(max_bytes=2**23)
+    index.store("r0:1", None, [1])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(200_000 // size):
+            index.store(f"r{number % 8}:1", None, [*head, *fresh(size - shared, rng)])
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken < index.size_bytes + 200_000, "eight replicas and what waits to be located on top"
+
+
+def test_at_most_sixteen_bytes_for_a_block_of_a_prompt_that_nobody_shares() -> None:
+    rng = random.Random(RNG_SEED)
+    index = BlockIndex()
+    for number in range(64):
+        index.store(f"r{number}:1", None, [number])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(2000):
+            index.store(f"r{number % 64}:1", None, fresh(128, rng))
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken / (2000 * 128) <= 16
+
+
+def test_the_budget_holds_after_every_call() -> None:
+    rng = random.Random(RNG_SEED)
+    index = BlockIndex(max_bytes=4 * MIN_BYTES)
+    chains = [fresh(rng.randrange(1, 60), rng) for _ in range(20)]
+    for number in range(2000):
+        chain = rng.choice(chains)
+        cut = rng.randrange(len(chain))
+        name = f"r{rng.randrange(5)}:1"
+        tier = rng.choice(list(Tier))
+        match number % 3:
+            case 0:
+                index.store(name, chain[cut - 1] if cut else None, chain[cut:], tier=tier)
+            case 1:
+                index.speculate(name, chain[: cut + 1])
+            case _:
+                index.remove(name, [chain[cut]], tier=tier)
+        assert index.size_bytes <= 4 * MIN_BYTES
+    index.check_invariants()
+
+
+# -- finding ------------------------------------------------------------------------------------
+
+
+def test_where_two_runs_part_is_found_by_halves() -> None:
+    rng = random.Random(RNG_SEED)
+    for size in range(1, 20):
+        chain = fresh(size, rng)
+        node = Node(None, pack(chain))
+        assert unpack(node.run) == chain
+        for agree in range(size + 1):
+            prompt = chain[:agree] + fresh(size - agree, rng)
+            assert num_common(node, 0, prompt, 0, size) == agree
+            if agree:
+                assert num_common(node, 1, [0, 0, *prompt[1:]], 2, size + 1) == agree - 1
+
+
+def test_a_hash_is_found_at_its_place_only() -> None:
+    chain = [0, 2**64 - 1, 256, 1, 0x0100000000000000]
+    run = pack(chain)
+    assert [position_in(run, pack([block])) for block in chain] == [0, 1, 2, 3, 4]
+    assert position_in(run, pack([2])) == -1
+    assert position_in(b"", pack([2])) == -1
+    # Its bytes are there, across two hashes.
+    assert position_in(pack([1 << 32, 1]), pack([1 << 32 | 1])) == -1
+    assert position_in(pack([7, 1 << 56, 0]), pack([1 << 48])) == -1
+
+
+def test_every_block_is_found_whatever_was_dropped_renamed_or_waits() -> None:
+    rng = random.Random(RNG_SEED)
+    locator = Locator(max_blocks=10_000)
+    locator._max_waiting = 64
+    nodes: list[Node] = []
+    for _ in range(3000):
+        choice = rng.random()
+        if choice < 0.5 or not nodes:
+            nodes.append(Node(None, pack(fresh(rng.randrange(1, 30), rng))))
+            locator.add(nodes[-1])
+        elif choice < 0.9:
+            locator.drop(nodes.pop(rng.randrange(len(nodes))))
+        else:
+            node = rng.choice(nodes)
+            lost = rng.randrange(node.size)
+            node.run = node.run[: len(node.run) - 8 * lost]
+            locator.note_stale(node, lost)
+    for node in nodes:
+        locator.check(node)
+    held = sum(node.size for node in nodes)
+    assert locator.num_entries < 3 * held
+    assert len(locator._nodes) < 4 * len(nodes)
+    assert locator.find(1) is None
+
+
+def test_a_name_that_is_used_again_never_leads_to_what_it_named_before() -> None:
+    rng = random.Random(RNG_SEED)
+    locator = Locator(max_blocks=1)
+    locator._max_waiting = 16
+    gone: list[int] = []
+    for _ in range(500):
+        node = Node(None, pack(fresh(8, rng)))
+        locator.add(node)
+        locator.drop(node)
+        gone.append(node.hash_at(0))
+    assert len(locator._nodes) < 200
+    assert not any(map(locator.find, gone))
