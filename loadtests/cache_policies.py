@@ -31,9 +31,9 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from kvway_core.blocks import BlockHash, Namespace
-from kvway_worker.block_content import BlockContent
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.eviction import PROTECTED_SHARE
+from kvway_worker.cache.block_content import BlockContent
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.cache.eviction import PROTECTED_SHARE
 from loadtests.report import Report, commit, machine, table
 
 SHARES_PCT = (1, 2, 5, 10, 20, 50)

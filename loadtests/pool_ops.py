@@ -15,8 +15,8 @@ import time
 from typing import Final
 
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE, BlockHash, HashChain, Namespace
-from kvway_worker.block_content import BlockContent
-from kvway_worker.block_pool import BlockPool
+from kvway_worker.cache.block_content import BlockContent
+from kvway_worker.cache.block_pool import BlockPool
 
 NUM_BLOCKS: Final = 4096
 NUM_PROMPTS: Final = 400

@@ -10,11 +10,11 @@ from typing import Any
 
 from kvway_core.blocks import BlockHash, Namespace
 from kvway_core.events import EventBatch, encode_batch
-from kvway_worker.block_pool import BlockPool
+from kvway_worker.cache.block_pool import BlockPool
 from kvway_worker.engine import Engine
-from kvway_worker.sampling_params import SamplingParams
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Sequence as Request
+from kvway_worker.scheduling.sampling_params import SamplingParams
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.sequence import Sequence as Request
 from kvway_worker.sim import CostModel
 
 TokenIds = Sequence[int]

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvway_core.blocks import Namespace, block_hashes
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.eviction import TIERS
-from kvway_worker.sampling_params import SamplingParams
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Sequence as Request
-from kvway_worker.sequence import Status
-from kvway_worker.step import Sampled, StepPlan, StepResult
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.cache.eviction import TIERS
+from kvway_worker.scheduling.sampling_params import SamplingParams
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.sequence import Sequence as Request
+from kvway_worker.scheduling.sequence import Status
+from kvway_worker.scheduling.step import Sampled, StepPlan, StepResult
 from tests.worker.batching import AuditedSim
 
 NUM_BLOCKS: Final = 10

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvway_worker.cache_stats import MISS_REASONS
+from kvway_worker.cache.cache_stats import MISS_REASONS
 from tests.docs.prefix_cache_example import pictures
 
 PAGE = Path(__file__).parents[2] / "docs" / "prefix-cache.md"

@@ -10,7 +10,7 @@ import pytest
 import structlog
 import torch
 
-from kvway_worker.block_pool import BlockPool
+from kvway_worker.cache.block_pool import BlockPool
 from kvway_worker.sim import SimEngine
 from loadtests import bench_cache, cache_baseline, cache_speculation
 from loadtests.cache_overhead import Workload, on_engine, on_sim

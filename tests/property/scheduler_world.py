@@ -16,11 +16,11 @@ import pytest
 
 from kvway_core.blocks import event_hash
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, PinQuotaExceeded
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Sequence, Status
-from kvway_worker.step import StepPlan
-from kvway_worker.waiting import QueueOrder
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.sequence import Sequence, Status
+from kvway_worker.scheduling.step import StepPlan
+from kvway_worker.scheduling.waiting import QueueOrder
 from tests.worker.batching import (
     FEW_WORDS,
     AuditedSim,

@@ -23,9 +23,9 @@ from hypothesis.stateful import (
 
 from kvway_core.blocks import BlockHash, Namespace, block_hashes, event_hash
 from kvway_core.errors import OutOfBlocks, PinQuotaExceeded
-from kvway_worker.block_content import BlockContent, Parent, TailContent, Tokens
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.eviction import TIERS, Tier
+from kvway_worker.cache.block_content import BlockContent, Parent, TailContent, Tokens
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.cache.eviction import TIERS, Tier
 from tests.worker.batching import OneHash, Replay
 
 pytestmark = pytest.mark.property

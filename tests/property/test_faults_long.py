@@ -12,7 +12,7 @@ import random
 
 import pytest
 
-from kvway_worker.waiting import QueueOrder
+from kvway_worker.scheduling.waiting import QueueOrder
 from tests.property.scheduler_world import MAX_TOKENS, STATES, Shape, Wish, World
 
 pytestmark = pytest.mark.property

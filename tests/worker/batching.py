@@ -9,14 +9,14 @@ from typing_extensions import override
 
 from kvway_core.blocks import BlockHash, Namespace
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Chain, Status
-from kvway_worker.sequence import Sequence as Request
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.sequence import Chain, Status
+from kvway_worker.scheduling.sequence import Sequence as Request
+from kvway_worker.scheduling.step import SeqOutput, StepPlan, StepResult
+from kvway_worker.scheduling.waiting import AGEING, QueueOrder
 from kvway_worker.sim import PRINTABLE_ASCII, SimEngine, fingerprints, next_token
-from kvway_worker.step import SeqOutput, StepPlan, StepResult
-from kvway_worker.waiting import AGEING, QueueOrder
 
 BLOCK_SIZE = 16
 

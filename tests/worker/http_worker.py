@@ -20,14 +20,14 @@ from kvway_core.clock import Clock, SystemClock
 from kvway_core.lifecycle import start_site
 from kvway_core.metrics import new_registry
 from kvway_core.web import make_runner
-from kvway_worker.app import build_app
+from kvway_worker.api.app import build_app
+from kvway_worker.api.state import Worker
 from kvway_worker.engine import Engine, EngineLoop
 from kvway_worker.loading import load_model
-from kvway_worker.sampling_params import TokenLogprobs
-from kvway_worker.sequence import Sequence
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.sequence import Sequence
+from kvway_worker.scheduling.step import Sampled, StepPlan, StepResult
 from kvway_worker.settings import WorkerSettings
-from kvway_worker.state import Worker
-from kvway_worker.step import Sampled, StepPlan, StepResult
 
 MODEL = "tiny"
 IM_END = 257

@@ -12,12 +12,12 @@ from typing_extensions import override
 
 from kvway_core.clock import Clock, SystemClock
 from kvway_core.events import KVEvent
-from kvway_worker.block_pool import BlockPool
+from kvway_worker.cache.block_pool import BlockPool
 from kvway_worker.engine import EngineLoop, TokenOut, TokenStream
-from kvway_worker.sampling_params import TokenLogprobs
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Sequence
-from kvway_worker.step import Sampled, StepPlan, StepResult
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.sequence import Sequence
+from kvway_worker.scheduling.step import Sampled, StepPlan, StepResult
 from tests.worker.batching import AuditedSim
 
 

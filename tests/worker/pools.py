@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvway_core.blocks import BlockHash, Namespace, block_hashes
-from kvway_worker.block_content import BlockContent, TailContent
-from kvway_worker.block_pool import BlockPool
+from kvway_worker.cache.block_content import BlockContent, TailContent
+from kvway_worker.cache.block_pool import BlockPool
 
 NAMESPACE = Namespace("m", block_size=4)
 """Blocks of four tokens."""

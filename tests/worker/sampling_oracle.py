@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
+from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
 
 NEVER = -math.inf
 

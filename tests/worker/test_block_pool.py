@@ -13,8 +13,8 @@ import pytest
 from kvway_core.blocks import BlockHash, Namespace, block_hashes, event_hash
 from kvway_core.errors import InvariantViolated, OutOfBlocks
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvway_worker.block_content import BlockContent, Match, TailContent
-from kvway_worker.block_pool import BlockPool
+from kvway_worker.cache.block_content import BlockContent, Match, TailContent
+from kvway_worker.cache.block_pool import BlockPool
 
 NAMESPACE = Namespace("m", block_size=4)
 PROMPT = list(range(12))

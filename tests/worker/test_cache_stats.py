@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvway_core.blocks import BlockHash, HashChain, Namespace
-from kvway_worker.cache_stats import MISS_REASONS, CacheStats, MissReason
-from kvway_worker.histogram import Histogram
+from kvway_worker.cache.cache_stats import MISS_REASONS, CacheStats, MissReason
+from kvway_worker.cache.histogram import Histogram
 
 SIZE = 4
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvway_worker.drafts import Drafter, NgramIndex
+from kvway_worker.scheduling.drafts import Drafter, NgramIndex
 from tests.worker.batching import request
 
 

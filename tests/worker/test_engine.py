@@ -17,9 +17,9 @@ from kvway_core.errors import (
     ShuttingDown,
 )
 from kvway_core.events import AllBlocksCleared, BlockStored
-from kvway_worker.block_pool import BlockPool
+from kvway_worker.cache.block_pool import BlockPool
 from kvway_worker.engine import EngineLoop
-from kvway_worker.scheduler import Scheduler
+from kvway_worker.scheduling.scheduler import Scheduler
 from kvway_worker.sim import CostModel, SimEngine
 from tests.worker.batching import Replay, answer, request
 from tests.worker.looping import LoopWorker, tokens, worker

@@ -8,7 +8,7 @@ import pytest
 
 from kvway_core.errors import PinQuotaExceeded, ShuttingDown
 from kvway_core.testing.fake_clock import FakeClock
-from kvway_worker.sequence import Sequence
+from kvway_worker.scheduling.sequence import Sequence
 from tests.worker.batching import request
 from tests.worker.looping import LoopWorker, worker
 

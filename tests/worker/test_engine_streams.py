@@ -11,8 +11,8 @@ import pytest
 from kvway_core.errors import EngineFailed, InvalidRequest, KvwayError, Overloaded, ShuttingDown
 from kvway_core.testing.fake_clock import FakeClock
 from kvway_worker.engine import TokenOut, TokenStream
-from kvway_worker.sampling_params import SamplingParams
-from kvway_worker.sequence import Sequence
+from kvway_worker.scheduling.sampling_params import SamplingParams
+from kvway_worker.scheduling.sequence import Sequence
 from tests.worker.batching import answer, request
 from tests.worker.looping import LoopWorker, rest, tokens, worker
 

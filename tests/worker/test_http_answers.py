@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvway_core.errors import EngineFailed, Overloaded
-from kvway_worker.answering import _together
+from kvway_worker.api.answering import _together
 from tests.worker.http_worker import IM_END, ScriptedEngine, chat, completion, serving
 
 CHAT = "/v1/chat/completions"

@@ -13,8 +13,8 @@ import pytest
 
 from kvway_core.config import load
 from kvway_core.errors import ConfigError
+from kvway_worker.api.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from kvway_worker.cli import COMMAND, DESCRIPTION
-from kvway_worker.fields import CHAT_FIELDS, COMPLETION_FIELDS
 from kvway_worker.settings import WorkerSettings
 
 EXAMPLE = Path(__file__).parents[2] / "worker" / "config.example.toml"

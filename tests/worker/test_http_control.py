@@ -10,7 +10,7 @@ import pytest
 from typing_extensions import override
 
 from kvway_core.testing.fake_clock import FakeClock
-from kvway_worker.step import StepPlan, StepResult
+from kvway_worker.scheduling.step import StepPlan, StepResult
 from tests.worker.http_worker import (
     GatedEngine,
     Running,

@@ -10,9 +10,9 @@ import pytest
 from typing_extensions import override
 
 from kvway_core.prompts import PromptEncoder
-from kvway_worker.fields import CHAT_FIELDS, COMPLETION_FIELDS
-from kvway_worker.sequence import Sequence
-from kvway_worker.step import StepPlan, StepResult
+from kvway_worker.api.fields import CHAT_FIELDS, COMPLETION_FIELDS
+from kvway_worker.scheduling.sequence import Sequence
+from kvway_worker.scheduling.step import StepPlan, StepResult
 from tests.worker.http_worker import IM_END, ScriptedEngine, chat, completion, serving
 
 CHAT = "/v1/chat/completions"

@@ -14,9 +14,9 @@ from kvway_core.clock import SystemClock
 from kvway_core.errors import Overloaded
 from kvway_core.lifecycle import start_site
 from kvway_core.web import make_runner
-from kvway_worker.app import build_app
+from kvway_worker.api.app import build_app
+from kvway_worker.api.state import Worker
 from kvway_worker.executor import BoundedExecutor
-from kvway_worker.state import Worker
 from tests.worker.http_worker import (
     GatedEngine,
     Running,
@@ -147,7 +147,7 @@ async def test_too_many_waiting_requests_are_refused(byte_model: Path) -> None:
             asyncio.create_task(running.post(COMPLETIONS, completion(text, max_tokens=2)))
             for text in ("one", "two")
         ]
-        while running.worker.num_in_flight < 2 or not running.engine.load().num_waiting:  # noqa: ASYNC110 - a thread counts
+        while (load := running.engine.load()).num_running + load.num_waiting < 2:  # noqa: ASYNC110 - a thread counts
             await asyncio.sleep(0)
         status, body, headers = await running.post(COMPLETIONS, completion("three", stream=True))
         assert (status, body["error"]["code"]) == (503, "overloaded")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvway_core.prompts import PromptEncoder
-from kvway_worker.logprobs import ChatWriter, CompletionWriter, TokenNames, prompt_logprobs
-from kvway_worker.sampling_params import TokenLogprobs
+from kvway_worker.api.logprobs import ChatWriter, CompletionWriter, TokenNames, prompt_logprobs
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
 from tests.worker.http_worker import IM_END, ScriptedEngine, chat, completion, serving
 
 CHAT = "/v1/chat/completions"

@@ -16,7 +16,7 @@ from kvway_core.prompts import PromptEncoder
 from kvway_core.testing.byte_model import write_byte_model
 from kvway_core.testing.fake_clock import FakeClock
 from kvway_core.token_bytes import byte_alphabet
-from kvway_worker.text import StopScanner, TextRules, TextStream
+from kvway_worker.api.text import StopScanner, TextRules, TextStream
 from tests.worker.http_worker import chat, serving
 
 LETTERS = st.text("ab", max_size=12)

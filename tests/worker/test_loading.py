@@ -12,7 +12,7 @@ import pytest
 from kvway_core.errors import PinQuotaExceeded
 from kvway_core.testing.fake_clock import FakeClock
 from kvway_worker.loading import Loaded, load_for_good, load_model
-from kvway_worker.sequence import Sequence as Request
+from kvway_worker.scheduling.sequence import Sequence as Request
 from kvway_worker.sim import PRINTABLE_ASCII
 from tests.worker.batching import request
 from tests.worker.http_worker import make_settings

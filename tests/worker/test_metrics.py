@@ -11,7 +11,7 @@ import pytest
 
 from kvway_core.blocks import HashChain, Namespace
 from kvway_core.testing.fake_clock import FakeClock
-from kvway_worker.cache_stats import MISS_REASONS
+from kvway_worker.cache.cache_stats import MISS_REASONS
 from tests.worker.http_worker import (
     GatedEngine,
     Running,

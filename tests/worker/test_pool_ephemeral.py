@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvway_core.blocks import event_hash
 from kvway_core.events import BlockRemoved
-from kvway_worker.block_content import BlockContent
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.sequence import Status
+from kvway_worker.cache.block_content import BlockContent
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.sequence import Status
 from tests.worker.batching import COMMON, Bench, Replay, answer, request, run, scheduled
 from tests.worker.pools import NAMESPACE, hashes, num_found, serve, take
 

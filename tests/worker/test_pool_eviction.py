@@ -8,9 +8,9 @@ from itertools import cycle, islice
 
 import pytest
 
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.block_tables import BlockTables
-from kvway_worker.eviction import PROTECTED_SHARE, FreeBlocks
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.cache.eviction import PROTECTED_SHARE, FreeBlocks
+from kvway_worker.scheduling.block_tables import BlockTables
 from tests.worker.batching import Bench, request
 from tests.worker.pools import num_found, serve, take
 

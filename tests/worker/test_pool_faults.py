@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from kvway_core.blocks import Namespace, block_hashes
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.sequence import Sequence as Request
-from kvway_worker.sequence import Status
-from kvway_worker.step import StepPlan
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.sequence import Sequence as Request
+from kvway_worker.scheduling.sequence import Status
+from kvway_worker.scheduling.step import StepPlan
 from tests.worker.batching import COMMON, Bench, OneHash, answer, request, run, scheduled
 from tests.worker.pools import hashes, num_found, serve
 

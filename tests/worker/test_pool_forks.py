@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from kvway_core.errors import InvariantViolated
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.block_tables import BlockTables
-from kvway_worker.sequence import Sequence
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.block_tables import BlockTables
+from kvway_worker.scheduling.sequence import Sequence
 from tests.worker.batching import Bench, OneHash, answer, request, run
 
 PROMPT = list(range(10))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvway_core.errors import PinQuotaExceeded
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.pins import MAX_PINS, PinInfo
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.cache.pins import MAX_PINS, PinInfo
 from tests.worker.pools import hashes, num_found, serve, take
 
 PREFIX = list(range(12))

@@ -9,10 +9,10 @@ import pytest
 
 from kvway_core.blocks import Namespace, event_hash
 from kvway_core.events import BlockRemoved, BlockStored
-from kvway_worker.block_content import Match
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.block_tables import BlockTables
-from kvway_worker.eviction import FreeBlocks
+from kvway_worker.cache.block_content import Match
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.cache.eviction import FreeBlocks
+from kvway_worker.scheduling.block_tables import BlockTables
 from tests.worker.batching import COMMON, Bench, answer, first_step_table, request, run
 from tests.worker.pools import NAMESPACE, hashes, num_found, serve, take
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvway_core.blocks import BlockHash, Namespace
 from kvway_core.errors import OutOfBlocks
-from kvway_worker.block_content import BlockContent, Tail, TailContent
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.children import Children
+from kvway_worker.cache.block_content import BlockContent, Tail, TailContent
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.cache.children import Children
 from tests.worker.batching import (
     COMMON,
     Bench,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvway_core.blocks import BlockHash
-from kvway_worker.reuse import DISTANCE_BUCKETS, MAX_TRACKED, ReuseDistances
+from kvway_worker.cache.reuse import DISTANCE_BUCKETS, MAX_TRACKED, ReuseDistances
 
 
 def key(name: object) -> BlockHash:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, InvariantViolated
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.step import Sampled, StepResult
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.step import Sampled, StepResult
 from tests.worker.batching import (
     COMMON,
     AuditedSim,

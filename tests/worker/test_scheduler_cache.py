@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvway_worker.sequence import Status
+from kvway_worker.scheduling.sequence import Status
 from tests.worker.batching import (
     COMMON,
     Bench,

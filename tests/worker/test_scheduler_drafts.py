@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvway_core.errors import InvariantViolated
-from kvway_worker.sequence import Status
-from kvway_worker.step import Sampled, StepPlan, StepResult
+from kvway_worker.scheduling.sequence import Status
+from kvway_worker.scheduling.step import Sampled, StepPlan, StepResult
 from tests.worker.batching import (
     FEW_WORDS,
     Bench,

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from kvway_core.errors import InvalidRequest, InvariantViolated
-from kvway_worker.sequence import Sequence, Status
-from kvway_worker.step import Sampled, StepResult
+from kvway_worker.scheduling.sequence import Sequence, Status
+from kvway_worker.scheduling.step import Sampled, StepResult
 from tests.worker.batching import Bench, answer, prompt_logprobs_of, request, run, scheduled, step
 
 PROMPT = list(range(40))

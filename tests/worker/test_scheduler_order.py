@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvway_worker.planning import MAX_RECOUNTS
-from kvway_worker.sequence import Status
-from kvway_worker.waiting import QueueOrder
+from kvway_worker.scheduling.planning import MAX_RECOUNTS
+from kvway_worker.scheduling.sequence import Status
+from kvway_worker.scheduling.waiting import QueueOrder
 from tests.worker.batching import COMMON, Bench, answer, request, run, scheduled
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvway_core.blocks import BlockHash, Namespace, block_hashes
 from kvway_core.errors import InvalidRequest
-from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
-from kvway_worker.sequence import Sequence, Status
+from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
+from kvway_worker.scheduling.sequence import Sequence, Status
 from tests.worker.batching import request
 
 

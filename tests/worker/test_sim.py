@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from kvway_core.errors import ShuttingDown
+from kvway_worker.scheduling.step import Row, Sampled, StepPlan, StepResult
 from kvway_worker.sim import PRINTABLE_ASCII, CostModel, SimEngine, next_token
-from kvway_worker.step import Row, Sampled, StepPlan, StepResult
 from tests.worker.batching import answer, request
 
 

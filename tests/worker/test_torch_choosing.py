@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvway_core.blocks import Namespace
 from kvway_core.errors import EngineFailed
-from kvway_worker.sampling_params import SamplingParams
-from kvway_worker.sequence import Sequence as Request
-from kvway_worker.step import Row, Sampled
+from kvway_worker.scheduling.sampling_params import SamplingParams
+from kvway_worker.scheduling.sequence import Sequence as Request
+from kvway_worker.scheduling.step import Row, Sampled
 from kvway_worker.torch_engine.calls import Part, calls
 from kvway_worker.torch_engine.choosing import choose
 

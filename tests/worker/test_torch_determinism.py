@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 
-from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
+from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
 from kvway_worker.torch_engine import TorchEngine
 from tests.worker.torch_models import Driver, write_model
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.scheduling.sampling_params import SamplingParams
 from kvway_worker.torch_engine.edits import Draw, edited
 from kvway_worker.torch_engine.sampling import sample
 from tests.worker import sampling_oracle as oracle

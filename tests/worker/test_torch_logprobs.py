@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvway_worker.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
 from kvway_worker.torch_engine.logprobs import token_logprobs
 from kvway_worker.torch_engine.sampling import likeliest
 from tests.worker import sampling_oracle as oracle

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvway_core.errors import EngineFailed
-from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.scheduling.sampling_params import SamplingParams
 from kvway_worker.torch_engine import sampling
 from kvway_worker.torch_engine.edits import Draw
 from kvway_worker.torch_engine.sampling import sample, uniform

@@ -16,7 +16,7 @@ import torch
 from kvway_core.api import ChatMessage
 from kvway_core.prompts import PromptEncoder
 from kvway_worker.fetch import DEFAULT_MODEL, resolve_model
-from kvway_worker.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
 from kvway_worker.torch_engine import TorchEngine
 from tests.worker.torch_models import Driver, generate
 

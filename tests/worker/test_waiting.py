@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvway_worker.sequence import Sequence
-from kvway_worker.waiting import WaitingQueue
+from kvway_worker.scheduling.sequence import Sequence
+from kvway_worker.scheduling.waiting import WaitingQueue
 from tests.worker.batching import request
 
 

@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvway_core.blocks import Namespace
 from kvway_core.testing.byte_model import write_byte_model
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Sequence as Request
-from kvway_worker.step import StepPlan
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.sequence import Sequence as Request
+from kvway_worker.scheduling.step import StepPlan
 from kvway_worker.torch_engine import TorchEngine
 
 TINY: Mapping[str, Any] = {

@@ -29,11 +29,11 @@ from kvway_core.blocks import BlockHash
 from kvway_core.clock import Clock
 from kvway_core.errors import EngineFailed, KvwayError, ShuttingDown
 from kvway_core.events import KVEvent
+from kvway_worker.cache.pins import PinInfo
 from kvway_worker.load import EngineLoad
-from kvway_worker.pins import PinInfo
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Sequence as Request
-from kvway_worker.step import StepPlan
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.sequence import Sequence as Request
+from kvway_worker.scheduling.step import StepPlan
 from kvway_worker.stepper import Engine, Stepper
 from kvway_worker.streams import Output, Stream, Streams, TokenOut, TokenStream
 

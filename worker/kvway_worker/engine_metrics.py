@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from typing_extensions import override
 
-from kvway_worker.histogram import HistogramReading
+from kvway_worker.cache.histogram import HistogramReading
 from kvway_worker.load import EngineLoad
 
 _MODEL: Final = "model_name"

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvway_worker.cache_stats import CacheReading
-from kvway_worker.eviction import Tier
-from kvway_worker.histogram import Histogram, HistogramReading
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.step import StepPlan
+from kvway_worker.cache.cache_stats import CacheReading
+from kvway_worker.cache.eviction import Tier
+from kvway_worker.cache.histogram import Histogram, HistogramReading
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.step import StepPlan
 from kvway_worker.streams import Stream
 
 PREFILL_WINDOW_TOKENS: Final = 8192

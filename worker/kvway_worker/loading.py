@@ -13,10 +13,10 @@ import structlog
 from kvway_core.clock import Clock
 from kvway_core.errors import ConfigError
 from kvway_core.prompts import PromptEncoder
-from kvway_worker.block_pool import BlockPool
+from kvway_worker.api.served_model import ServedModel
+from kvway_worker.cache.block_pool import BlockPool
 from kvway_worker.engine import Engine
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.served_model import ServedModel
+from kvway_worker.scheduling.scheduler import Scheduler
 from kvway_worker.settings import SIM_NUM_BLOCKS, TORCH_KV_CACHE_GIB, WorkerSettings
 from kvway_worker.sim import CostModel, SimEngine
 

@@ -28,12 +28,12 @@ from kvway_core.errors import EngineFailed
 from kvway_core.lifecycle import Supervisor, local_url, start_site, write_ready_file
 from kvway_core.metrics import new_registry
 from kvway_core.web import make_runner
-from kvway_worker.app import build_app
+from kvway_worker.api.app import build_app
+from kvway_worker.api.state import Worker
 from kvway_worker.engine import EngineLoop
 from kvway_worker.events import KvEventOptions, KvEventPublisher
 from kvway_worker.loading import Loaded, load_model
 from kvway_worker.settings import WorkerSettings
-from kvway_worker.state import Worker
 
 ENGINE_CHECK_S: Final = 0.1
 FAREWELL_S: Final = 2.0

@@ -11,7 +11,7 @@ from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
 from kvway_core.models import served_model_name
 from kvway_core.web import DEFAULT_MAX_BODY_BYTES
-from kvway_worker.waiting import AGEING
+from kvway_worker.scheduling.waiting import AGEING
 
 SIM_NUM_BLOCKS: Final = 4096
 TORCH_KV_CACHE_GIB: Final = 1.0

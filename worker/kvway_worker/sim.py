@@ -18,8 +18,8 @@ from itertools import accumulate
 from typing import Final
 
 from kvway_core.errors import ShuttingDown
-from kvway_worker.sampling_params import TokenLogprobs
-from kvway_worker.step import Row, Sampled, StepPlan, StepResult
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.step import Row, Sampled, StepPlan, StepResult
 
 PRINTABLE_ASCII: Final = range(0x20, 0x7F)
 """Token ids of a byte tokenizer that show as text."""

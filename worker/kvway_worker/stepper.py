@@ -17,10 +17,10 @@ from kvway_core.blocks import Namespace
 from kvway_core.clock import Clock
 from kvway_core.errors import EngineFailed
 from kvway_worker.load import EngineLoad, Meter, StepStats
-from kvway_worker.sampling_params import SamplingParams
-from kvway_worker.scheduler import Scheduler
-from kvway_worker.sequence import Sequence as Request
-from kvway_worker.step import Row, SeqOutput, StepPlan, StepResult
+from kvway_worker.scheduling.sampling_params import SamplingParams
+from kvway_worker.scheduling.scheduler import Scheduler
+from kvway_worker.scheduling.sequence import Sequence as Request
+from kvway_worker.scheduling.step import Row, SeqOutput, StepPlan, StepResult
 from kvway_worker.streams import Output, Stream, TokenOut
 
 FAILURES_BEFORE_PROBE: Final = 3

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Self, TypeAlias
 
 from kvway_core.errors import InvalidRequest, KvwayError, Overloaded
-from kvway_worker.sampling_params import TokenLogprobs
-from kvway_worker.sequence import FinishReason, Sequence
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.sequence import FinishReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)

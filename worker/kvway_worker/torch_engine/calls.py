@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvway_worker.step import Row
+from kvway_worker.scheduling.step import Row
 
 
 @dataclass(frozen=True, slots=True)

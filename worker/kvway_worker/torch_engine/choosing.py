@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvway_worker.sampling_params import TokenLogprobs
-from kvway_worker.sequence import Sequence as Request
-from kvway_worker.step import Row, Sampled
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.sequence import Sequence as Request
+from kvway_worker.scheduling.step import Row, Sampled
 from kvway_worker.torch_engine.edits import Draw
 from kvway_worker.torch_engine.logprobs import token_logprobs
 from kvway_worker.torch_engine.sampling import sample

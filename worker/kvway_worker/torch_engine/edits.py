@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.scheduling.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from torch import Tensor
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE, Namespace
 from kvway_core.errors import ConfigError
 from kvway_kernels.api import RequestRows, plan
-from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
-from kvway_worker.sequence import Sequence as Request
-from kvway_worker.step import Row, StepPlan, StepResult
+from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
+from kvway_worker.scheduling.sequence import Sequence as Request
+from kvway_worker.scheduling.step import Row, StepPlan, StepResult
 from kvway_worker.torch_engine.calls import Part, calls
 from kvway_worker.torch_engine.choosing import choose
 from kvway_worker.torch_engine.kv_cache import PagedKVCache, blocks_to_allocate

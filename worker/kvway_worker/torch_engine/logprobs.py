@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvway_worker.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
 from kvway_worker.torch_engine.sampling import likeliest
 
 _ROWS_AT_ONCE = 128

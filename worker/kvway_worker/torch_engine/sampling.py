@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvway_core.errors import EngineFailed
-from kvway_worker.sampling_params import SamplingParams
+from kvway_worker.scheduling.sampling_params import SamplingParams
 from kvway_worker.torch_engine.edits import Draw, edited
 
 _RANDOM_BITS = 53

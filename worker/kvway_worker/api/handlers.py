@@ -16,15 +16,15 @@ from kvway_core.api import REQUEST_ID, ModelCard, ModelList, encode, parse_abort
 from kvway_core.errors import ClientDisconnected, InternalError, InvalidRequest, KvwayError
 from kvway_core.metrics import CONTENT_TYPE, render
 from kvway_core.web import Handler, json_response, read_body
-from kvway_worker import jobs, tokenizing
-from kvway_worker.answering import answer_in_events, answer_whole
-from kvway_worker.fields import ABORT_FIELDS, check_fields
-from kvway_worker.generation import Generator
-from kvway_worker.jobs import Job
-from kvway_worker.running_requests import RUNNING
-from kvway_worker.served_model import ServedModel
-from kvway_worker.shapes import ChatShape, CompletionShape, Head
-from kvway_worker.state import WORKER
+from kvway_worker.api import jobs, tokenizing
+from kvway_worker.api.answering import answer_in_events, answer_whole
+from kvway_worker.api.fields import ABORT_FIELDS, check_fields
+from kvway_worker.api.generation import Generator
+from kvway_worker.api.jobs import Job
+from kvway_worker.api.running_requests import RUNNING
+from kvway_worker.api.served_model import ServedModel
+from kvway_worker.api.shapes import ChatShape, CompletionShape, Head
+from kvway_worker.api.state import WORKER
 
 REQUEST_ID_HEADER: Final = "x-request-id"
 RETRY_AFTER_S: Final = "1"

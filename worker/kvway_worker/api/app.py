@@ -5,9 +5,9 @@ from __future__ import annotations
 from aiohttp import web
 
 from kvway_core.web import new_app
-from kvway_worker import handlers, pins_api
-from kvway_worker.running_requests import RUNNING, RunningRequests
-from kvway_worker.state import WORKER, Worker
+from kvway_worker.api import handlers, pins_api
+from kvway_worker.api.running_requests import RUNNING, RunningRequests
+from kvway_worker.api.state import WORKER, Worker
 
 
 def build_app(worker: Worker) -> web.Application:

@@ -17,10 +17,10 @@ from aiohttp import web
 
 from kvway_core.api import SSE_DONE, PromptTokensDetails, Usage, encode, sse
 from kvway_core.errors import KvwayError, error_body
-from kvway_worker.generation import Delta, Generator
-from kvway_worker.jobs import Job
-from kvway_worker.sampling_params import TokenLogprobs
-from kvway_worker.shapes import Part, Shape
+from kvway_worker.api.generation import Delta, Generator
+from kvway_worker.api.jobs import Job
+from kvway_worker.api.shapes import Part, Shape
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
 from kvway_worker.streams import TokenStream
 
 CACHED_TOKENS_HEADER: Final = "x-kvway-cached-tokens"

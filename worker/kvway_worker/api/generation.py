@@ -10,12 +10,12 @@ from kvway_core.api import FinishReason
 from kvway_core.clock import Clock
 from kvway_core.errors import EngineFailed, KvwayError
 from kvway_core.prompts import PromptEncoder
+from kvway_worker.api.text import TextRules, TextStream
 from kvway_worker.engine import EngineLoop, TokenOut
 from kvway_worker.metrics import WorkerMetrics
-from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
-from kvway_worker.sequence import Sequence
+from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
+from kvway_worker.scheduling.sequence import Sequence
 from kvway_worker.streams import TokenStream
-from kvway_worker.text import TextRules, TextStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 
 from kvway_core.blocks import BlockHash, Namespace
 from kvway_core.errors import InvariantViolated
-from kvway_worker.block_content import BlockContent, Match, Tail, TailContent, Tokens
-from kvway_worker.children import Children
+from kvway_worker.cache.block_content import BlockContent, Match, Tail, TailContent, Tokens
+from kvway_worker.cache.children import Children
 
 
 class Contents:

@@ -7,8 +7,8 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from kvway_worker.sampling_params import TokenLogprobs
-from kvway_worker.sequence import FinishReason, Sequence
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.sequence import FinishReason, Sequence
 
 Copy: TypeAlias = tuple[int, int, int]
 """From block, to block, leading tokens: KV that is copied before a step writes any."""

@@ -27,7 +27,7 @@ from typing import Final
 from sortedcontainers import SortedList
 
 from kvway_core.blocks import HASH_BYTES, BlockHash
-from kvway_worker.histogram import Histogram, HistogramReading
+from kvway_worker.cache.histogram import Histogram, HistogramReading
 
 DISTANCE_BUCKETS: Final = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Upper bounds of distances, in pools."""

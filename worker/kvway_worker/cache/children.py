@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from sortedcontainers import SortedList
 
-from kvway_worker.block_content import Parent, Tokens
+from kvway_worker.cache.block_content import Parent, Tokens
 
 Child: TypeAlias = tuple[Tokens, int]
 """The tokens of a block and its id."""

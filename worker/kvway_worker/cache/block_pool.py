@@ -33,13 +33,13 @@ from typing import Final
 from kvway_core.blocks import BlockHash, Namespace
 from kvway_core.errors import InvariantViolated, OutOfBlocks
 from kvway_core.events import KVEvent
-from kvway_worker.block_content import BlockContent, Match, TailContent
-from kvway_worker.cache_stats import CacheStats
-from kvway_worker.contents import Contents
-from kvway_worker.eviction import TIERS, FreeBlocks, Tier
-from kvway_worker.pins import PinInfo, Pins
-from kvway_worker.pool_checks import PoolState
-from kvway_worker.pool_events import PoolEvents
+from kvway_worker.cache.block_content import BlockContent, Match, TailContent
+from kvway_worker.cache.cache_stats import CacheStats
+from kvway_worker.cache.contents import Contents
+from kvway_worker.cache.eviction import TIERS, FreeBlocks, Tier
+from kvway_worker.cache.pins import PinInfo, Pins
+from kvway_worker.cache.pool_checks import PoolState
+from kvway_worker.cache.pool_events import PoolEvents
 
 HITS_TO_PROTECT: Final = 2
 """Requests that hit a block, after the one that computed it, before it is protected."""

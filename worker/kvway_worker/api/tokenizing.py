@@ -8,8 +8,8 @@ from kvway_core.api import (
     parse_detokenize,
     parse_tokenize,
 )
-from kvway_worker.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, check_fields
-from kvway_worker.served_model import ServedModel
+from kvway_worker.api.fields import DETOKENIZE_FIELDS, TOKENIZE_FIELDS, check_fields
+from kvway_worker.api.served_model import ServedModel
 
 
 def tokenize(body: bytes, model: ServedModel) -> TokenizeResponse:

@@ -14,14 +14,14 @@ from aiohttp import web
 from kvway_core.api import Pin, PinList, encode, parse_pin
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from kvway_core.web import json_response
+from kvway_worker.api.fields import PIN_FIELDS, check_fields
+from kvway_worker.api.handlers import read_request_body
+from kvway_worker.api.served_model import ServedModel
+from kvway_worker.api.state import WORKER, Worker
+from kvway_worker.cache.pins import PinInfo
 from kvway_worker.engine import EngineLoop
-from kvway_worker.fields import PIN_FIELDS, check_fields
-from kvway_worker.handlers import read_request_body
-from kvway_worker.pins import PinInfo
-from kvway_worker.sampling_params import SamplingParams
-from kvway_worker.sequence import Sequence
-from kvway_worker.served_model import ServedModel
-from kvway_worker.state import WORKER, Worker
+from kvway_worker.scheduling.sampling_params import SamplingParams
+from kvway_worker.scheduling.sequence import Sequence
 
 DEFAULT_TTL_S: Final = 3600.0
 

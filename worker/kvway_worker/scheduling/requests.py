@@ -13,10 +13,10 @@ from __future__ import annotations
 from bisect import insort
 
 from kvway_core.errors import InvalidRequest, InvariantViolated
-from kvway_worker.block_tables import BlockTables
-from kvway_worker.counters import Counters
-from kvway_worker.sequence import Sequence, Status
-from kvway_worker.waiting import WaitingQueue
+from kvway_worker.scheduling.block_tables import BlockTables
+from kvway_worker.scheduling.counters import Counters
+from kvway_worker.scheduling.sequence import Sequence, Status
+from kvway_worker.scheduling.waiting import WaitingQueue
 
 
 class Requests:

@@ -25,9 +25,9 @@ from kvway_core.api import (
     Usage,
 )
 from kvway_core.prompts import PromptEncoder
-from kvway_worker.jobs import Extras, Job
-from kvway_worker.logprobs import ChatWriter, CompletionWriter, TokenNames, prompt_logprobs
-from kvway_worker.sampling_params import TokenLogprobs
+from kvway_worker.api.jobs import Extras, Job
+from kvway_worker.api.logprobs import ChatWriter, CompletionWriter, TokenNames, prompt_logprobs
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

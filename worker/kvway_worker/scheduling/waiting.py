@@ -21,7 +21,7 @@ from sortedcontainers import SortedDict
 
 from kvway_core.blocks import BlockHash
 from kvway_core.errors import InvariantViolated
-from kvway_worker.sequence import Sequence
+from kvway_worker.scheduling.sequence import Sequence
 
 QueueOrder = Literal["shortest", "arrival"]
 

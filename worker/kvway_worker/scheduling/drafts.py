@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as TokenIds
 
-from kvway_worker.sequence import Sequence
+from kvway_worker.scheduling.sequence import Sequence
 
 
 class NgramIndex:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from kvway_core.blocks import BlockHash, Namespace, block_hashes
-from kvway_worker.histogram import Histogram, HistogramReading
-from kvway_worker.reuse import ReuseDistances, ReuseReading
+from kvway_worker.cache.histogram import Histogram, HistogramReading
+from kvway_worker.cache.reuse import ReuseDistances, ReuseReading
 
 MissReason = Literal["cold", "evicted", "too_short", "salted", "bypassed", "partial"]
 MISS_REASONS: Final[tuple[MissReason, ...]] = get_args(MissReason)

@@ -19,11 +19,11 @@ from kvway_core.api import BlockCounts, KvEventsInfo, LoadReport, WorkerState
 from kvway_core.blocks import SCHEME
 from kvway_core.clock import Clock
 from kvway_core.errors import EngineFailed, KvwayError, ShuttingDown
+from kvway_worker.api.generation import Generator
+from kvway_worker.api.served_model import ServedModel
 from kvway_worker.engine import EngineLoop
 from kvway_worker.executor import BoundedExecutor
-from kvway_worker.generation import Generator
 from kvway_worker.metrics import WorkerMetrics
-from kvway_worker.served_model import ServedModel
 from kvway_worker.settings import WorkerSettings
 
 

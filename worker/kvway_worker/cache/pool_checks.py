@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from kvway_core.blocks import Namespace
-from kvway_worker.contents import Contents
-from kvway_worker.eviction import TIERS, FreeBlocks
-from kvway_worker.pins import Pins
+from kvway_worker.cache.contents import Contents
+from kvway_worker.cache.eviction import TIERS, FreeBlocks
+from kvway_worker.cache.pins import Pins
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest
-from kvway_worker.sequence import Sequence
+from kvway_worker.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 
 from kvway_core.blocks import BlockHash, HashChain, Namespace
 from kvway_core.errors import InvalidRequest
-from kvway_worker.sampling_params import SamplingParams, TokenLogprobs
+from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]
 

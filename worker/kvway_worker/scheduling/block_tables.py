@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from kvway_core.blocks import Namespace
 from kvway_core.errors import InvariantViolated
-from kvway_worker.block_content import BlockContent, Match, Tail, TailContent
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.sequence import Sequence
-from kvway_worker.step import Copy
+from kvway_worker.cache.block_content import BlockContent, Match, Tail, TailContent
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.sequence import Sequence
+from kvway_worker.scheduling.step import Copy
 
 
 class BlockTables:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from kvway_core.api import ChatRequest, CompletionRequest
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest
 from kvway_core.prompts import PromptEncoder
-from kvway_worker.sampling_params import SamplingParams
-from kvway_worker.served_model import ServedModel
+from kvway_worker.api.served_model import ServedModel
+from kvway_worker.scheduling.sampling_params import SamplingParams
 
 
 def sampling_params(

@@ -9,8 +9,8 @@ from typing import Final
 from aiohttp import web
 
 from kvway_core.errors import InvalidRequest
+from kvway_worker.api.jobs import Job
 from kvway_worker.engine import EngineLoop
-from kvway_worker.jobs import Job
 
 
 class RunningRequests:

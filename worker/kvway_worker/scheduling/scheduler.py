@@ -16,16 +16,16 @@ else may be planned; requests may be added and aborted at any time.
 from __future__ import annotations
 
 from kvway_core.errors import InvariantViolated
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.block_tables import BlockTables
-from kvway_worker.counters import Counters
-from kvway_worker.drafts import Drafter
-from kvway_worker.limits import Limits
-from kvway_worker.planning import Planner
-from kvway_worker.requests import Requests
-from kvway_worker.sequence import FinishReason, Sequence, Status
-from kvway_worker.step import Row, Sampled, SeqOutput, StepPlan, StepResult
-from kvway_worker.waiting import AGEING, QueueOrder, WaitingQueue
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.block_tables import BlockTables
+from kvway_worker.scheduling.counters import Counters
+from kvway_worker.scheduling.drafts import Drafter
+from kvway_worker.scheduling.limits import Limits
+from kvway_worker.scheduling.planning import Planner
+from kvway_worker.scheduling.requests import Requests
+from kvway_worker.scheduling.sequence import FinishReason, Sequence, Status
+from kvway_worker.scheduling.step import Row, Sampled, SeqOutput, StepPlan, StepResult
+from kvway_worker.scheduling.waiting import AGEING, QueueOrder, WaitingQueue
 
 
 class Scheduler:

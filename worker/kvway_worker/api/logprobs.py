@@ -15,7 +15,7 @@ from kvway_core.api import (
     TopLogprob,
 )
 from kvway_core.prompts import PromptEncoder
-from kvway_worker.sampling_params import TokenLogprobs
+from kvway_worker.scheduling.sampling_params import TokenLogprobs
 
 LEAST: Final = -9999.0
 """Stands for minus infinity, which JSON cannot write."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvway_core.blocks import BlockHash, event_hash
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvway_worker.block_content import BlockContent
+from kvway_worker.cache.block_content import BlockContent
 
 
 class PoolEvents:

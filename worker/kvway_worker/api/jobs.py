@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from kvway_core.api import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from kvway_core.prompting import encode_prompts
-from kvway_worker.fields import CHAT_FIELDS, COMPLETION_FIELDS, check_fields
-from kvway_worker.sampling_fields import of_choice, sampling_params
-from kvway_worker.sequence import Sequence
-from kvway_worker.served_model import ServedModel
-from kvway_worker.text import TextRules
+from kvway_worker.api.fields import CHAT_FIELDS, COMPLETION_FIELDS, check_fields
+from kvway_worker.api.sampling_fields import of_choice, sampling_params
+from kvway_worker.api.served_model import ServedModel
+from kvway_worker.api.text import TextRules
+from kvway_worker.scheduling.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

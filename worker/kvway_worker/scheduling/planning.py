@@ -11,14 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kvway_worker.block_pool import BlockPool
-from kvway_worker.block_tables import BlockTables
-from kvway_worker.counters import Counters
-from kvway_worker.drafts import Drafter
-from kvway_worker.limits import Limits
-from kvway_worker.requests import Requests
-from kvway_worker.sequence import Sequence, Status
-from kvway_worker.step import Copy, Row
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.block_tables import BlockTables
+from kvway_worker.scheduling.counters import Counters
+from kvway_worker.scheduling.drafts import Drafter
+from kvway_worker.scheduling.limits import Limits
+from kvway_worker.scheduling.requests import Requests
+from kvway_worker.scheduling.sequence import Sequence, Status
+from kvway_worker.scheduling.step import Copy, Row
 
 MAX_RECOUNTS: Final = 16
 """Waiting requests whose cached tokens are looked up in one plan, before the first one is taken

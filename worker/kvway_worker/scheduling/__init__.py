@@ -1,0 +1,1 @@
+"""Which tokens of which requests a step computes, in which blocks. Pure Python, no torch."""
