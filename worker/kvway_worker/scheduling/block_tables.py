@@ -170,7 +170,8 @@ class BlockTables:
         done; until then the sequence holds both.
         """
         size = self._pool.block_size
-        for index in range(seq.num_published_blocks, end // size):
+        num_full = end // size if self._pool.prefix_caching else 0
+        for index in range(seq.num_published_blocks, num_full):
             if index not in seq.shared_blocks:
                 own = seq.block_table[index]
                 found = self._pool.publish(
