@@ -35,6 +35,7 @@ from typing import Final
 from kvway_core.errors import InvariantViolated
 from kvway_router.holding import Holding, Speculation, Tier
 from kvway_router.locator import MAX_NODES
+from kvway_router.roster import Roster
 from kvway_router.run_tree import BLOCK_BYTES, ENTRY_BYTES, NODE_BYTES, RunTree
 from kvway_router.runs import Node, num_common, unpack
 from kvway_router.snapshots import VERSION, SavedReplica, SavedRun, Snapshot
@@ -43,19 +44,6 @@ MIN_BYTES: Final = 16 * (BLOCK_BYTES + NODE_BYTES + ENTRY_BYTES)
 """Smallest budget."""
 MAX_BYTES: Final = MAX_NODES * (NODE_BYTES + ENTRY_BYTES)
 """Largest budget: what the names of all nodes allow."""
-
-_MAX_KNOWN_NAMES: Final = 256
-_NUM_TIERS: Final = len(Tier)
-
-
-class _Replica:
-    """What is known of one replica: its number and its holding on each tier."""
-
-    __slots__ = ("holdings", "number")
-
-    def __init__(self, number: int, holdings: tuple[Holding, ...]) -> None:
-        self.number = number
-        self.holdings = holdings
 
 
 class BlockIndex:
@@ -68,7 +56,7 @@ class BlockIndex:
         1. The tree and the books of the replicas say the same (those of `RunTree`).
         2. No replica holds more than its limit on a tier.
         3. `size_bytes` is at most `max_bytes` whenever a call has returned.
-        4. No two runs that could be one are left apart by the call that made them so.
+        4. Something keeps every two runs apart: no two could be one.
         5. The books of each holding are in order of use, a run's beginning never before its end.
         6. A block is confirmed, or expected by a promise that is not settled.
 
@@ -89,14 +77,9 @@ class BlockIndex:
             raise ValueError(
                 f"max_bytes must be {MIN_BYTES} to {MAX_BYTES} for an index, got {max_bytes}"
             )
-        self._default_limit = max_blocks_per_replica
         self._max_bytes = max_bytes
         self._tree = RunTree(max_blocks=max_bytes // BLOCK_BYTES)
-        self._replicas: dict[str, _Replica] = {}
-        self._names: list[str | None] = []
-        # Device bits of all replicas, and the names of masks that were asked for.
-        self._device_bits = 0
-        self._known_names: dict[int, tuple[str, ...]] = {}
+        self._roster = Roster(self._tree.slots, limit=max_blocks_per_replica)
         self._tick = 0
 
     # -- questions ------------------------------------------------------------------------------
@@ -118,28 +101,28 @@ class BlockIndex:
         depth = 0
         total = len(hashes)
         node = self._tree.child(None, hashes[0]) if total else None
-        matching = self._on_tiers(node.held, slowest) if node is not None else 0
+        matching = self._roster.on_tiers(node.held, slowest) if node is not None else 0
         while node is not None and matching:
             num = num_common(node, 0, hashes, depth, total)
-            full = self._on_tiers(node.full, slowest) & matching
+            full = self._roster.on_tiers(node.full, slowest) & matching
             if lost := matching ^ full:
-                matched.update(self._counts(node, lost, slowest, depth=depth, most=num))
+                matched.update(self._roster.counts(node, lost, slowest, depth=depth, most=num))
             matching = full
             depth += num
             goes_on = num == node.size and depth < total
             node = self._tree.child(node, hashes[depth]) if goes_on else None
-        matched.update(dict.fromkeys(self._names_of(matching), depth))
+        matched.update(dict.fromkeys(self._roster.names_of(matching), depth))
         return matched
 
     def num_blocks(self, replica_id: str, tier: Tier = Tier.DEVICE) -> int:
         """Counts the blocks listed for a replica on a tier; 0 for one that is not known."""
-        replica = self._replicas.get(replica_id)
-        return replica.holdings[tier].num_blocks if replica else 0
+        holdings = self._roster.get(replica_id)
+        return holdings[tier].num_blocks if holdings else 0
 
     def blocks(self, replica_id: str, tier: Tier = Tier.DEVICE) -> Iterator[int]:
         """Yields every block listed for a replica on a tier. Costs what it holds."""
-        replica = self._replicas.get(replica_id)
-        for entry in list(replica.holdings[tier].entries.values()) if replica else ():
+        holdings = self._roster.get(replica_id)
+        for entry in list(holdings[tier].entries.values()) if holdings else ():
             yield from map(entry.node.hash_at, range(entry.count))
 
     def __len__(self) -> int:
@@ -177,7 +160,7 @@ class BlockIndex:
         other.
         """
         if hashes:
-            holding = self._replica(replica_id).holdings[tier]
+            holding = self._roster.add(replica_id)[tier]
             self._put(holding, parent, hashes[: holding.limit], sure=True)
 
     def remove(self, replica_id: str, hashes: Sequence[int], *, tier: Tier = Tier.DEVICE) -> None:
@@ -185,10 +168,10 @@ class BlockIndex:
 
         Also drops what was expected of them. Blocks behind a removed one become orphans.
         """
-        replica = self._replicas.get(replica_id)
-        if replica is None:
+        holdings = self._roster.get(replica_id)
+        if not holdings:
             return
-        tree, holding = self._tree, replica.holdings[tier]
+        tree, holding = self._tree, holdings[tier]
         for block_hash in hashes:
             found = tree.find(holding, block_hash)
             if found is None:
@@ -205,10 +188,7 @@ class BlockIndex:
 
     def clear(self, replica_id: str) -> None:
         """Forgets all blocks of a replica on all tiers. Complexity: what it holds."""
-        replica = self._replicas.get(replica_id)
-        if replica is None:
-            return
-        for holding in replica.holdings:
+        for holding in self._roster.get(replica_id):
             holding.open.clear()
             self._evict(holding, holding.num_blocks)
         self._tree.settle()
@@ -216,17 +196,7 @@ class BlockIndex:
     def remove_replica(self, replica_id: str) -> None:
         """Forgets a replica altogether. Complexity: what it holds."""
         self.clear(replica_id)
-        replica = self._replicas.pop(replica_id, None)
-        if replica is None:
-            return
-        first = _NUM_TIERS * replica.number
-        self._tree.slots[first : first + _NUM_TIERS] = [None] * _NUM_TIERS
-        self._names[replica.number] = None
-        self._device_bits &= ~replica.holdings[Tier.DEVICE].bit
-        self._known_names.clear()
-        while self._names and self._names[-1] is None:
-            self._names.pop()
-        del self._tree.slots[_NUM_TIERS * len(self._names) :]
+        self._roster.remove(replica_id)
 
     # -- what the router expects ----------------------------------------------------------------
 
@@ -244,7 +214,7 @@ class BlockIndex:
         """
         if not hashes:
             return Speculation(replica_id, (), 0)
-        holding = self._replica(replica_id).holdings[Tier.DEVICE]
+        holding = self._roster.add(replica_id)[Tier.DEVICE]
         num_blocks = min(len(hashes), holding.limit)
         speculation = Speculation(replica_id, hashes, num_blocks)
         holding.open.add(speculation)
@@ -286,14 +256,13 @@ class BlockIndex:
 
     def set_limit(self, replica_id: str, max_blocks: int) -> None:
         """Sets how many blocks of a replica's device are listed at most; evicts what is above."""
-        holding = self._replica(replica_id).holdings[Tier.DEVICE]
+        holding = self._roster.add(replica_id)[Tier.DEVICE]
         holding.limit = max(1, max_blocks)
         self._evict_surplus(holding)
 
     def expire(self, replica_id: str, *, before: int) -> None:
         """Evicts what was last used before the mark `before` (a former `tick`), tails first."""
-        replica = self._replicas.get(replica_id)
-        for holding in replica.holdings if replica else ():
+        for holding in self._roster.get(replica_id):
             while (entry := holding.oldest()) is not None and entry.tick < before:
                 self._tree.shrink(holding, entry.node, 0)
         self._tree.settle()
@@ -316,10 +285,10 @@ class BlockIndex:
                 else SavedRun(-1, before, node.run)
             )
         replicas = {}
-        for name, replica in self._replicas.items():
+        for name, holdings in self._roster.items():
             if name in boot_ids:
                 tiers: list[list[int]] = []
-                for holding in replica.holdings:
+                for holding in holdings:
                     tiers.append([])
                     for entry in holding.walk():
                         tiers[-1] += numbers[entry.node], entry.count
@@ -348,18 +317,9 @@ class BlockIndex:
             InvariantViolated: A numbered invariant of the class does not hold.
         """
         self._tree.check()
-        for name, replica in self._replicas.items():
-            first = _NUM_TIERS * replica.number
-            known = self._tree.slots[first : first + _NUM_TIERS]
-            bits = [1 << (first + tier) for tier in Tier]
-            if (
-                self._names[replica.number] != name
-                or known != list(replica.holdings)
-                or bits != [holding.bit for holding in replica.holdings]
-            ):
-                raise InvariantViolated(f"1: the bits of {name} are not its own")
-            for holding in replica.holdings:
-                holding.check()
+        self._roster.check()
+        for holding in self._roster.holdings():
+            holding.check()
         if self.size_bytes > self._max_bytes:
             raise InvariantViolated(f"3: {self.size_bytes} bytes of {self._max_bytes} allowed")
 
@@ -460,10 +420,7 @@ class BlockIndex:
         # Looking for the largest costs a step per replica: not at every call.
         wanted_bytes = self._max_bytes - (self._max_bytes >> 10)
         while tree.size_bytes > wanted_bytes:
-            holdings = [
-                holding for replica in self._replicas.values() for holding in replica.holdings
-            ]
-            largest = max(holdings, key=lambda holding: holding.num_blocks)
+            largest = max(self._roster.holdings(), key=lambda holding: holding.num_blocks)
             num_kept = largest.num_blocks // 2
             while (
                 surplus := tree.size_bytes - wanted_bytes
@@ -475,77 +432,8 @@ class BlockIndex:
 
     def _settle(self, speculation: Speculation) -> Holding | None:
         """Returns where a promise is still open, and closes it."""
-        replica = self._replicas.get(speculation.replica_id)
-        holding = replica.holdings[Tier.DEVICE] if replica else None
-        if holding is None or speculation not in holding.open:
+        holdings = self._roster.get(speculation.replica_id)
+        if not holdings or speculation not in holdings[Tier.DEVICE].open:
             return None
-        holding.open.remove(speculation)
-        return holding
-
-    def _replica(self, replica_id: str) -> _Replica:
-        replica = self._replicas.get(replica_id)
-        if replica is None:
-            if None not in self._names:
-                self._names.append(None)
-                self._tree.slots += [None] * _NUM_TIERS
-            number = self._names.index(None)
-            first = _NUM_TIERS * number
-            holdings = tuple(Holding(1 << (first + tier), self._default_limit) for tier in Tier)
-            self._tree.slots[first : first + _NUM_TIERS] = holdings
-            self._names[number] = replica_id
-            self._device_bits |= holdings[Tier.DEVICE].bit
-            self._known_names.clear()
-            replica = self._replicas[replica_id] = _Replica(number, holdings)
-        return replica
-
-    def _on_tiers(self, bits: int, slowest: Tier) -> int:
-        """Returns the device bits of the replicas that have a bit on one of the tiers."""
-        merged = bits
-        for tier in range(1, slowest + 1):
-            merged |= bits >> tier
-        return merged & self._device_bits
-
-    def _counts(
-        self, node: Node, bits: int, slowest: Tier, *, depth: int, most: int
-    ) -> Iterator[tuple[str, int]]:
-        """Yields how far replicas match that have not all of a node.
-
-        Args:
-            node: The node.
-            bits: The device bits of the replicas.
-            slowest: As for `match`.
-            depth: Blocks of the prompt before the node.
-            most: Blocks of the node that are the prompt's.
-        """
-        slots, names = self._tree.slots, self._names
-        for slot in _slots(bits):
-            count = 0
-            for holding in slots[slot : slot + slowest + 1] if slowest else (slots[slot],):
-                entry = holding.entries.get(node) if holding is not None else None
-                if entry is not None and entry.count > count:
-                    count = entry.count
-            name = names[slot // _NUM_TIERS]
-            if depth + count and name is not None:
-                yield name, depth + min(most, count)
-
-    def _names_of(self, bits: int) -> tuple[str, ...]:
-        names = self._known_names.get(bits)
-        if names is None:
-            if len(self._known_names) >= _MAX_KNOWN_NAMES:
-                self._known_names.clear()
-            slots = _slots(bits)
-            found = [self._names[slot // _NUM_TIERS] for slot in slots]
-            names = tuple(name for name in found if name is not None)
-            self._known_names[bits] = names
-        return names
-
-
-def _slots(bits: int) -> list[int]:
-    """Returns the positions of the bits that are set."""
-    digits = bin(bits)[:1:-1]
-    slots = []
-    slot = digits.find("1")
-    while slot >= 0:
-        slots.append(slot)
-        slot = digits.find("1", slot + 1)
-    return slots
+        holdings[Tier.DEVICE].open.remove(speculation)
+        return holdings[Tier.DEVICE]

@@ -37,6 +37,7 @@ class RunTree:
         2. `held` and `full` of every node say what the entries of the holdings say.
         3. A node is where its parent says, under its first hash; all can be located.
         4. The counts of blocks, nodes and entries are true.
+        5. After `settle`, something keeps every two nodes apart that follow each other.
 
     Args:
         max_blocks: How many blocks it is laid out for.
@@ -352,8 +353,8 @@ class RunTree:
             self.num_nodes -= 1
             self.num_blocks -= node.size
 
-    def _join(self, node: Node) -> bool:
-        """Makes a node one with the one before it, if nothing keeps them apart."""
+    def _apart(self, node: Node) -> bool:
+        """Tells whether something keeps a node and what is before it two."""
         before = node.before
         if (
             not isinstance(before, Node)
@@ -362,13 +363,22 @@ class RunTree:
             or len(before.children or ()) != 1
             or before.size + node.size > MAX_RUN
         ):
-            return False
-        pairs = [(h, h.entries[before], h.entries[node]) for h in self.holdings(node.held)]
-        for _, front, entry in pairs:
+            return True
+        for holding in self.holdings(node.held):
+            front, entry = holding.entries[before], holding.entries[node]
             if front.tick != entry.tick or (entry.sure and front.sure < front.count):
-                return False
-        for holding, front, entry in pairs:
+                return True
+        return False
+
+    def _join(self, node: Node) -> bool:
+        """Makes a node one with the one before it, if nothing keeps them apart."""
+        before = node.before
+        if not isinstance(before, Node) or self._apart(node):
+            return False
+        for holding in self.holdings(node.held):
+            front, entry = holding.entries[before], holding.entries[node]
             holding.drop(front)
+            self.num_entries -= 1
             entry.count += front.count
             entry.sure += front.sure
         self._siblings(before.before)[before.hash_at(0)] = node
@@ -383,12 +393,13 @@ class RunTree:
         before.held = before.full = 0
         before.children = None
         self.num_nodes -= 1
-        self.num_entries -= len(pairs)
         return True
 
     def _check_node(self, node: Node) -> None:
         if not node.full or not node.size or self.child(node.before, node.hash_at(0)) is not node:
             raise InvariantViolated("1, 3: a node that nobody has, or that is not in its place")
+        if not self._apart(node):
+            raise InvariantViolated("5: two nodes that could be one")
         held = full = 0
         for holding in self.slots:
             entry = holding.entries.get(node) if holding is not None else None

@@ -207,7 +207,7 @@ def test_replicas_that_come_and_go_leave_nothing_behind() -> None:
     assert index.match([1, 2, 3]) == {"stays:1": 3}
     assert len(index) == 3
     assert index._tree.num_nodes == 1
-    assert len(index._names) == 1
+    assert len(index._roster._names) == 1
     index.check_invariants()
 
 
@@ -246,7 +246,7 @@ def first_node(index: BlockIndex) -> Node:
 
 
 def entry(index: BlockIndex) -> Entry:
-    return index._replicas["a:1"].holdings[Tier.DEVICE].entries[first_node(index)]
+    return index._roster.get("a:1")[Tier.DEVICE].entries[first_node(index)]
 
 
 DAMAGES: dict[str, Callable[[BlockIndex], object]] = {
@@ -256,10 +256,10 @@ DAMAGES: dict[str, Callable[[BlockIndex], object]] = {
     "count": lambda index: setattr(index._tree, "num_blocks", 3),
     "located": lambda index: index._tree._locator.drop(first_node(index)),
     "entry": lambda index: setattr(entry(index), "count", 3),
-    "limit": lambda index: setattr(index._replicas["a:1"].holdings[0], "limit", 1),
+    "limit": lambda index: setattr(index._roster.get("a:1")[0], "limit", 1),
     "ring": lambda index: setattr(entry(index).older, "newer", entry(index).older),
     "voucher": lambda index: setattr(entry(index), "sure", 0),
-    "name": lambda index: index._names.__setitem__(0, None),
+    "name": lambda index: index._roster._names.__setitem__(0, None),
     "budget": lambda index: setattr(index, "_max_bytes", 1),
 }
 
