@@ -58,13 +58,18 @@ class Locator:
     def __init__(self, *, max_blocks: int) -> None:
         wanted = max_blocks // _BLOCKS_PER_SEGMENT
         self._num_bits = max(1, min(wanted, _MAX_SEGMENTS).bit_length() - 1)
-        self._segments = [bytearray() for _ in range(2**self._num_bits)]
-        wanted = _WAITING_PER_SEGMENT * len(self._segments)
+        wanted = _WAITING_PER_SEGMENT * 2**self._num_bits
         self._max_waiting = min(max(wanted, _MIN_WAITING), _MAX_WAITING)
         # So that nobody who chooses hashes chooses their segment.
         self._factor = secrets.randbits(64) | 1
+        self._reset()
+
+    def _reset(self) -> None:
+        """Starts anew, with nothing."""
+        self._segments = [bytearray() for _ in range(2**self._num_bits)]
         self._nodes: list[Node | None] = []
         self._is_alive: npt.NDArray[np.bool_] = np.zeros(1024, np.bool_)
+        self._num_alive = 0
         self._waiting = bytearray()
         self._waiting_starts: list[int] = []
         self._waiting_ids: list[int] = []
@@ -110,6 +115,7 @@ class Locator:
             if node.node_id == len(self._is_alive):
                 self._is_alive = np.concatenate([self._is_alive, np.zeros_like(self._is_alive)])
         self._is_alive[node.node_id] = True
+        self._num_alive += 1
         node.num_stale = 0
         self.extend(node, node.run)
 
@@ -126,6 +132,10 @@ class Locator:
         """Forgets a node."""
         self._nodes[node.node_id] = None
         self._is_alive[node.node_id] = False
+        self._num_alive -= 1
+        if not self._num_alive:
+            self._reset()
+            return
         self._gone.append(node.node_id)
         self._num_dropped += node.size + node.num_stale + 1
         if self._num_dropped >= self._max_waiting:
@@ -163,7 +173,10 @@ class Locator:
         Raises:
             InvariantViolated: One does not hold.
         """
-        if self._nodes[node.node_id] is not node or not self._is_alive[node.node_id]:
+        if (
+            node not in self._nodes[node.node_id : node.node_id + 1]
+            or not self._is_alive[node.node_id]
+        ):
             raise InvariantViolated("locator 2: a node has another one's name")
         for position in range(node.size):
             found = self.find(node.hash_at(position))

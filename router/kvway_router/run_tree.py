@@ -206,6 +206,8 @@ class RunTree:
             if entry.count < size:
                 upper.full &= ~holding.bit
         self.num_nodes += 1
+        # Who held only the beginning may have been what kept the rest and what is behind it apart.
+        self._loose.append(node)
         if upper.size > node.size:
             self._locator.take_name(upper, node)
             self._locator.add(node)

@@ -101,6 +101,17 @@ def test_a_block_removed_from_the_middle_makes_an_orphan_that_comes_back() -> No
         assert index.match(chain) == {"a:1": 9}
 
 
+def test_the_rest_of_a_split_run_becomes_one_with_what_is_behind_it() -> None:
+    index = BlockIndex()
+    index.store("a:1", None, [1, 2, 3, 4, 5])
+    index.store("b:1", None, [1, 2, 3, 6])
+    index.remove("b:1", [6, 3])
+    assert num_runs(index) == 2
+    index.store("b:1", 2, [7])
+    assert num_runs(index) == 3
+    assert index.match([1, 2, 3, 4, 5]) == {"a:1": 5, "b:1": 2}
+
+
 def test_a_long_prompt_is_several_runs() -> None:
     index = BlockIndex()
     chain = fresh(2 * MAX_RUN + 5, random.Random(RNG_SEED))
@@ -130,6 +141,7 @@ def test_unique_prompts_without_end_grow_nothing() -> None:
     for number in range(4):
         index.remove_replica(f"r{number}:1")
     assert (len(index), num_runs(index), index.size_bytes) == (0, 0, 0)
+    assert index._tree._locator.num_entries == 0
 
 
 def test_replicas_that_join_and_leave_give_their_memory_back() -> None:
