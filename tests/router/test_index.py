@@ -105,6 +105,15 @@ def test_a_confirmed_prompt_stays(index: BlockIndex) -> None:
     assert index.match(CHAIN) == {"a:1": 4}
 
 
+def test_what_is_confirmed_stays_when_what_was_expected_before_it_goes(index: BlockIndex) -> None:
+    index.store("a:1", 12, [13, 14])
+    promise = index.speculate("a:1", CHAIN)
+    assert index.match(CHAIN) == {"a:1": 4}
+    index.rollback(promise)
+    assert sorted(index.blocks("a:1")) == [13, 14]
+    index.check_invariants()
+
+
 def test_an_event_takes_the_place_of_what_was_expected(index: BlockIndex) -> None:
     stored = index.speculate("a:1", CHAIN)
     index.store("a:1", None, [11, 12])
