@@ -24,7 +24,11 @@ PROMPTS = [(a, b, a, b, a, b, a) for a in (0, 1) for b in (0, 1)]
 Path = tuple[int, ...]
 Key = tuple[str, Tier]
 
-paths = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
+# Mostly along one line, so that replicas meet in its runs.
+paths = st.one_of(
+    st.integers(1, 7).map(lambda size: (0,) * size),
+    st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple),
+)
 replicas = st.sampled_from(REPLICAS)
 tiers = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK])
 
@@ -139,6 +143,10 @@ class IndexMachine(RuleBasedStateMachine):
             parent = block(path[:start]) if start else None
             self.index.store(replica, parent, run, tier=tier)
             self.naive.put((replica, tier), path, start, sure=True)
+
+    @rule(replica=replicas, start=st.integers(0, 6), length=st.integers(1, 3))
+    def store_on_the_line(self, replica: str, start: int, length: int) -> None:
+        self.store(replica, Tier.DEVICE, (0,) * min(7, start + length), start)
 
     @rule(replica=replicas, tier=tiers, path=paths, start=st.integers(0, 6), back=st.booleans())
     def remove(self, replica: str, tier: Tier, path: Path, start: int, *, back: bool) -> None:

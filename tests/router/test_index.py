@@ -57,6 +57,17 @@ def test_what_one_replica_has_does_not_carry_another_over_its_gap(index: BlockIn
     assert index.match(CHAIN) == {"a:1": 4, "c:1": 1}
 
 
+def test_an_orphan_in_a_run_of_which_a_replica_has_the_beginning_is_an_orphan(
+    index: BlockIndex,
+) -> None:
+    index.store("a:1", None, CHAIN)
+    index.store("b:1", None, CHAIN[:1])
+    index.store("b:1", 12, CHAIN[2:])
+    assert index.match(CHAIN) == {"a:1": 4, "b:1": 1}
+    index.store("b:1", 11, [12])
+    assert index.match(CHAIN) == {"a:1": 4, "b:1": 4}
+
+
 def test_a_beginning_is_as_recently_used_as_what_was_removed_behind_it() -> None:
     index = BlockIndex(max_blocks_per_replica=3)
     index.store("a:1", None, [1])

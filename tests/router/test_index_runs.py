@@ -284,6 +284,18 @@ def test_every_block_is_found_whatever_was_dropped_renamed_or_waits() -> None:
     assert locator.find(1) is None
 
 
+def test_a_run_whose_end_comes_and_goes_leaves_little_waste() -> None:
+    rng = random.Random(RNG_SEED)
+    index = BlockIndex(max_bytes=2**16)
+    index.store("a:1", None, [1, 2, 3])
+    for _ in range(20_000):
+        (end,) = fresh(1, rng)
+        index.store("a:1", 3, [end])
+        index.remove("a:1", [end])
+    assert num_runs(index) == 1
+    assert index._tree._locator.num_entries < 10_000
+
+
 def test_a_name_that_is_used_again_never_leads_to_what_it_named_before() -> None:
     rng = random.Random(RNG_SEED)
     locator = Locator(max_blocks=1)
