@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -19,6 +22,7 @@ from kvway_router.index import MIN_BYTES, BlockIndex
 
 REPLICAS = ("a:1", "b:1", "c:1")
 LIMIT = 9
+MOSTLY_DEVICE = (Tier.DEVICE, Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK)
 PROMPTS = [(a, b, a, b, a, b, a) for a in (0, 1) for b in (0, 1)]
 
 Path = tuple[int, ...]
@@ -30,12 +34,12 @@ paths = st.one_of(
     st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple),
 )
 replicas = st.sampled_from(REPLICAS)
-tiers = st.sampled_from([Tier.DEVICE, Tier.DEVICE, Tier.HOST, Tier.DISK])
+tiers = st.sampled_from(MOSTLY_DEVICE)
 
 
 def block(path: Path) -> int:
-    """The chained hash of the block at the end of a path, as a readable number."""
-    return int("1" + "".join(map(str, path)))
+    """The chained hash of the block at the end of a path of up to 63: its bits behind a one."""
+    return int("1" + "".join(map(str, path)), 2)
 
 
 def chain(path: Path) -> list[int]:
@@ -274,3 +278,39 @@ TestIndex = IndexMachine.TestCase
 TestBrokenReplicas = BrokenReplicasMachine.TestCase
 TestIndex.settings = _MORE
 TestBrokenReplicas.settings = _MORE
+
+
+def act(machine: IndexMachine, promises: list[Speculation], rng: random.Random) -> None:
+    """Does one thing, mostly along one line of blocks."""
+    name, tier = rng.choice(REPLICAS), rng.choice(MOSTLY_DEVICE)
+    branches = rng.random() < 0.3
+    path = tuple(rng.getrandbits(1) if branches else 0 for _ in range(rng.randint(1, 40)))
+    match rng.randrange(60):
+        case 0:
+            rng.choice([machine.clear, machine.remove_replica])(name)
+            machine.set_limit(name, 60)
+        case number if number < 5:
+            machine.set_limit(name, rng.randint(20, 80))
+        case number if number < 15:
+            machine.remove_one(name, tier, path)
+        case number if number < 30:
+            promise: Any = machine.speculate(name, path)
+            promises.append(promise)
+        case number if number < 40 and promises:
+            settle = rng.choice([machine.confirm, machine.rollback])
+            settle(promises.pop(rng.randrange(len(promises))))
+        case _:
+            machine.store(name, tier, path, rng.randrange(len(path)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_life_agrees_with_the_naive_index(seed: int) -> None:
+    """The same without shrinking: many steps in one life, with runs long enough to be cut."""
+    rng = random.Random(seed)
+    machine = IndexMachine()
+    for name in REPLICAS:
+        machine.set_limit(name, 60)
+    promises: list[Speculation] = []
+    for _ in range(500):
+        act(machine, promises, rng)
+        machine.agrees()
