@@ -296,6 +296,19 @@ def test_a_run_whose_end_comes_and_goes_leaves_little_waste() -> None:
     assert index._tree._locator.num_entries < 10_000
 
 
+def test_names_that_are_used_again_leave_no_waste_behind() -> None:
+    rng = random.Random(RNG_SEED)
+    locator = Locator(max_blocks=1)
+    locator._max_waiting = 64
+    nodes: list[Node] = []
+    for _ in range(5000):
+        nodes.append(Node(None, pack(fresh(8, rng))))
+        locator.add(nodes[-1])
+        if len(nodes) > 50:
+            locator.drop(nodes.pop(rng.randrange(50)))
+    assert locator.num_entries < 3 * 8 * len(nodes)
+
+
 def test_a_name_that_is_used_again_never_leads_to_what_it_named_before() -> None:
     rng = random.Random(RNG_SEED)
     locator = Locator(max_blocks=1)

@@ -68,6 +68,15 @@ def test_what_was_held_is_held_again(index: BlockIndex) -> None:
     assert after.match([1, 2, 3, 4]) == {"a:1": 4, "b:1": 2}
 
 
+def test_of_a_shared_run_each_gets_back_what_it_held() -> None:
+    index = BlockIndex()
+    index.store("a:1", None, [1, 2, 3, 4])
+    index.store("b:1", None, [1, 2])
+    assert index._tree.num_nodes == 1
+    after = restored(index.snapshot(BOOTS), "b:1", "a:1")
+    assert after.match([1, 2, 3, 4]) == {"a:1": 4, "b:1": 2}
+
+
 def test_the_order_of_use_is_kept(index: BlockIndex) -> None:
     after = restored(index.snapshot(BOOTS), "a:1")
     for limit in (4, 3, 2, 1):
