@@ -134,6 +134,46 @@ async def test_a_pin_that_cannot_be_computed_is_not_kept(byte_model: Path) -> No
     assert listed == {"pins": []}
 
 
+@pytest.mark.parametrize("how", ["deleted", "expired", "kept"])
+async def test_a_pin_that_ends_while_its_prefix_is_computed_does_not_come_back(
+    byte_model: Path, how: str
+) -> None:
+    """The one who asked for it is told; no pin is left. Its time begins when it is computed."""
+    engine, clock = GatedEngine(), FakeClock()
+
+    async def let() -> None:
+        engine.let()
+
+    fields = {"pin_quota": 0.5, "max_num_batched_tokens": 32}
+    async with serving(byte_model, engine, clock=clock, **fields) as running:
+        task = asyncio.create_task(running.post("/pins", {"prompt": "p" * 40, "ttl_s": 5}))
+        await engine.step_waits()
+        (pin,), _ = await asyncio.gather(running.engine.pins(), let())
+        await engine.step_waits()
+        clock.advance(6 if how == "expired" else 3)
+        if how == "deleted":
+            await asyncio.gather(running.engine.unpin(pin.pin_id), let())
+        else:
+            engine.let()
+        status, body, _ = await task
+        _, listed = await running.get("/pins")
+    if how == "kept":
+        assert status == 200
+        assert [one["expires_at"] for one in listed["pins"]] == [pytest.approx(clock.time() + 5)]
+    else:
+        assert (status, body["error"]["code"]) == (409, "pin_ended")
+        assert listed == {"pins": []}
+
+
+async def test_nothing_is_pinned_without_a_cache(byte_model: Path) -> None:
+    """Refused with the option's name, and nothing is computed."""
+    async with serving(byte_model, prefix_caching=False) as running:
+        status, body, _ = await running.post("/pins", {"prompt": "p" * 40})
+        num_steps = running.engine.load().num_steps
+    assert (status, body["error"]["code"], num_steps) == (400, "prefix_caching_off", 0)
+    assert "--no-prefix-caching" in body["error"]["message"]
+
+
 # --- aborts and ids ----------------------------------------------------------------------------
 
 

@@ -206,6 +206,29 @@ class EngineLoop:
         expires_s = self._clock.monotonic() + ttl_s
         return await self._ask(partial(self._pool.pin, pin_id, hashes, expires_s=expires_s))
 
+    async def renew_pin(
+        self, pin_id: str, hashes: Sequence[BlockHash], *, ttl_s: float
+    ) -> PinInfo | None:
+        """Lets the time of a pin begin anew; None, and nothing is pinned, if it has ended.
+
+        Args:
+            pin_id: Its name.
+            hashes: As it was pinned.
+            ttl_s: How long it is kept from now on, seconds.
+
+        Raises:
+            EngineFailed: If the engine was given up.
+            ShuttingDown: If the loop is closed.
+        """
+        expires_s = self._clock.monotonic() + ttl_s
+
+        def renew() -> PinInfo | None:
+            if all(pin.pin_id != pin_id for pin in self._pool.pins()):
+                return None
+            return self._pool.pin(pin_id, hashes, expires_s=expires_s)
+
+        return await self._ask(renew)
+
     async def unpin(self, pin_id: str) -> bool:
         """Ends a pin; says whether there was one.
 

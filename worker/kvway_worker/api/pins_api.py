@@ -12,7 +12,7 @@ from typing import Final
 from aiohttp import web
 
 from kvway_core.api import Pin, PinList, encode, parse_pin
-from kvway_core.errors import ContextLengthExceeded, InvalidRequest, NotFound
+from kvway_core.errors import ContextLengthExceeded, InvalidRequest, NotFound, RequestError
 from kvway_core.web import json_response
 from kvway_worker.api.fields import PIN_FIELDS, check_fields
 from kvway_worker.api.handlers import read_request_body
@@ -24,6 +24,13 @@ from kvway_worker.scheduling.sampling_params import SamplingParams
 from kvway_worker.scheduling.sequence import Sequence
 
 DEFAULT_TTL_S: Final = 3600.0
+
+
+class PinEnded(RequestError):
+    """A pin was deleted, or its time ran out, while its prefix was computed."""
+
+    code = "pin_ended"
+    http_status = 409
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +49,19 @@ class PinJob:
 
 
 async def create_pin(request: web.Request) -> web.Response:
-    """POST /pins: answers when the prefix is computed and pinned."""
+    """POST /pins: answers when the prefix is computed and pinned.
+
+    Raises:
+        InvalidRequest: The worker keeps no cache, or as `read_pin`.
+        PinEnded: The pin ended meanwhile.
+    """
     worker = request.app[WORKER]
     arrival_s = worker.clock.monotonic()
+    if not worker.settings.prefix_caching:
+        raise InvalidRequest(
+            "This worker runs with --no-prefix-caching, so nothing can be pinned.",
+            code="prefix_caching_off",
+        )
     with worker.request() as (model, generator):
         body = await read_request_body(request)
         job = await worker.executor.run(partial(read_pin, body, model, arrival_s=arrival_s))
@@ -124,7 +141,12 @@ async def _compute_and_pin(job: PinJob, engine: EngineLoop) -> PinInfo:
     """Pin a prefix and compute what of it is not cached.
 
     The pin comes first: a quota that is used up is told before anything is computed, and blocks
-    are pinned the moment they are there. A prefix that cannot be computed is not pinned.
+    are pinned the moment they are there. Its time begins anew when they are. A prefix that cannot
+    be computed is not pinned, and a pin that ended meanwhile does not come back.
+
+    Raises:
+        PinEnded: It ended meanwhile.
+        KvwayError: What `EngineLoop.pin` and `EngineLoop.submit` raise.
     """
     hashes = tuple(job.sequence.chain.hashes)
     await engine.pin(job.pin_id, hashes, ttl_s=job.ttl_s)
@@ -133,10 +155,16 @@ async def _compute_and_pin(job: PinJob, engine: EngineLoop) -> PinInfo:
         async with aclosing(stream):
             async for _ in stream:
                 pass
-        return await engine.pin(job.pin_id, hashes, ttl_s=job.ttl_s)
+        info = await engine.renew_pin(job.pin_id, hashes, ttl_s=job.ttl_s)
     except BaseException:
         await engine.unpin(job.pin_id)
         raise
+    if info is None:
+        raise PinEnded(
+            "The pin was deleted, or its ttl_s ran out, while its prefix was computed. What was "
+            "computed is cached for as long as any other's; pin it again, with a longer ttl_s."
+        )
+    return info
 
 
 def _pin(info: PinInfo, worker: Worker, model: ServedModel) -> Pin:
