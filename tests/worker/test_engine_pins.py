@@ -87,14 +87,24 @@ async def test_who_waits_for_a_pin_when_the_loop_closes_is_told() -> None:
             await w.loop.pin("p", [], ttl_s=1.0)
 
 
-async def test_an_answer_that_nobody_waits_for_any_more_is_no_problem() -> None:
+async def test_what_nobody_waits_for_any_more_is_not_done() -> None:
+    """A client that leaves while its pin waits for the step leaves no pin behind."""
     async with worker() as w:
         w.engine.gate.clear()
         task = w.start(request("a", PREFIX, max_tokens=2))
         await w.engine.step_begins()
-        asked = asyncio.create_task(w.loop.pins())
+        asked = asyncio.create_task(w.loop.pin("p", prompt("p").chain.hashes, ttl_s=60.0))
         await asyncio.sleep(0)
         asked.cancel()
         w.engine.gate.set()
         await task
         assert await w.loop.pins() == []
+
+
+async def test_a_pin_ends_in_time_though_nobody_asks_for_anything() -> None:
+    async with worker() as w:
+        await w.ask(prompt("first"))
+        await w.loop.pin("p", prompt("p").chain.hashes, ttl_s=0.2)
+        assert w.loop.load().num_pinned_blocks == 2
+        while w.loop.load().num_pinned_blocks:  # noqa: ASYNC110 - a thread counts
+            await asyncio.sleep(0.01)

@@ -321,7 +321,8 @@ class EngineLoop:
         """Waits for work, takes commands and computes a step; False when the loop is closed."""
         with self._wake:
             while not (self._closing or self._inbox or self._stepper.scheduler.has_work):
-                self._wake.wait()
+                if not self._wake.wait(self._next_expiry_s()):
+                    break  # a pin has ended, which nothing else would tell
             if self._closing:
                 return False
             self._taken, self._inbox = self._inbox, []
@@ -334,6 +335,11 @@ class EngineLoop:
         if plan.rows:
             self._step(plan)
         return True
+
+    def _next_expiry_s(self) -> float | None:
+        """Returns the seconds until the first pin ends, None without pins."""
+        first_s = min((pin.expires_s for pin in self._pool.pins()), default=None)
+        return None if first_s is None else max(0.0, first_s - self._clock.monotonic())
 
     def _step(self, plan: StepPlan) -> None:
         """Computes a step and hands out what it gave, its events first."""
@@ -362,6 +368,8 @@ class EngineLoop:
                     end = TokenOut(None, "abort", stream.seq.cached_tokens or 0)
                     return partial(self._streams.put, ((stream, end),))
             case _Ask(function, done):
+                if done.cancelled():
+                    return None  # whoever asked has left: nothing is to be done for them
                 try:
                     return partial(_resolve, done, function())
                 except KvwayError as exc:
