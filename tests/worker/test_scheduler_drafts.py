@@ -134,6 +134,37 @@ def test_drafts_take_no_blocks_from_others() -> None:
     assert bench.scheduler.counters.preemptions == 0
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_drafts_take_blank_blocks_only(*, pinned: bool) -> None:
+    """What is cached stays, and as many drafts are checked as there is room for."""
+    bench = Bench(4, num_drafts=20, answer_ids=ONE_WORD, block_size=8)
+    warm = request("warm", range(20, 28), block_size=8)
+    if pinned:
+        bench.pool.pin("pin", warm.chain.hashes, expires_s=9.0)
+    bench.finish(warm)
+    seq = request("0", [97] * 13, max_tokens=40 - 13 - 8, block_size=8)
+    bench.add(seq)
+    bench.step()
+    assert bench.pool.num_blank == 1
+    plan, _ = step(bench.scheduler, bench.engine)
+    assert num_drafts(plan) == {"0": 10}, "two in its block and eight in the blank one"
+    assert len(bench.pool.tier("pinned" if pinned else "probation")) == 1
+    assert bench.pool.num_evictions == 0
+
+
+def test_blocks_of_drafts_that_are_wrong_are_given_back() -> None:
+    bench = Bench(9, num_drafts=20, answer_ids=ONE_WORD, block_size=4)
+    seq = request("0", [97] * 5, max_tokens=30, block_size=4)
+    bench.add(seq)
+    bench.step()
+    plan = bench.scheduler.plan()
+    assert (num_drafts(plan), bench.pool.num_referenced) == ({"0": 20}, 7)
+    bench.scheduler.commit(plan, StepResult({"0": Sampled((97, 97, 5))}))
+    bench.scheduler.check_invariants()
+    assert (seq.num_computed_tokens, bench.pool.num_referenced) == (8, 2)
+    assert bench.pool.num_blank == 7
+
+
 def test_p23_drafts_are_never_hashed_and_accepted_tokens_are_at_once() -> None:
     bench = Bench(20, block_size=4, num_drafts=4, answer_ids=ONE_WORD)
     seq = request("0", [97, 97, 97], max_tokens=30, block_size=4)

@@ -129,6 +129,11 @@ class BlockPool:
         return len(self._free)
 
     @property
+    def num_blank(self) -> int:
+        """Blocks that can be allocated and take nothing from the cache; part of `num_free`."""
+        return self._free.num_blank
+
+    @property
     def num_cached(self) -> int:
         """Blocks that nobody references and whose content can still be hit; part of `num_free`."""
         return self._free.num_cached

@@ -59,6 +59,11 @@ class FreeBlocks:
         return len(self._blank) + self.num_cached
 
     @property
+    def num_blank(self) -> int:
+        """Those without content."""
+        return len(self._blank)
+
+    @property
     def num_cached(self) -> int:
         """Those with content."""
         return sum(map(len, self._tiers.values()))

@@ -122,19 +122,25 @@ class BlockTables:
         self._copying.add(seq)
         return ((source, own, num_rows),)
 
-    def reserve(self, seq: Sequence, end: int) -> bool:
+    def reserve(self, seq: Sequence, end: int) -> int:
         """Makes room for drafts up to `end`, behind what `extend` or `open` gave in this step.
 
-        Nothing is copied: these rows begin behind others that are written in the same step.
+        Only blank blocks are taken: nothing that is cached is given up for a guess. Nothing is
+        copied: these rows begin behind others that are written in the same step.
 
         Returns:
-            False, and nothing has changed, when the pool does not have the blocks.
+            The position up to which there is room, at most `end`.
         """
-        num_new = max(0, self._num_blocks(end) - len(seq.block_table))
-        if not self._pool.can_allocate(num_new):
-            return False
-        seq.block_table += self._pool.allocate(num_new)
-        return True
+        num_new = min(self._num_blocks(end) - len(seq.block_table), self._pool.num_blank)
+        if num_new > 0:
+            seq.block_table += self._pool.allocate(num_new)
+        return min(end, len(seq.block_table) * self._pool.block_size)
+
+    def give_back(self, seq: Sequence) -> None:
+        """Frees the blocks behind the computed tokens: those of drafts that were not accepted."""
+        num_blocks = self._num_blocks(seq.num_computed_tokens)
+        self._pool.free(seq.block_table[num_blocks:])
+        del seq.block_table[num_blocks:]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Gives a sequence the blocks of another one that has computed the same prompt.

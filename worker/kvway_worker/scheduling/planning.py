@@ -130,7 +130,7 @@ class Planner:
         return None
 
     def _draft(self, step: PlannedStep) -> None:
-        """Lets decoding requests check drafts with what is left of the budget and the blocks."""
+        """Lets decoding requests check drafts with what is left of the budget and blank blocks."""
         if not self.drafter.num_drafts:
             return
         for index, row in enumerate(step.rows):
@@ -140,7 +140,10 @@ class Planner:
             # What is sampled behind the drafts is a token of the answer, too.
             limit = min(step.budget, seq.params.max_tokens - seq.num_output_tokens - 1)
             drafts = self.drafter.propose(seq, limit)
-            if not drafts or not self.tables.reserve(seq, row.end + len(drafts)):
+            if drafts:
+                end = self.tables.reserve(seq, row.end + len(drafts))
+                drafts = drafts[: end - row.end]
+            if not drafts:
                 continue
             step.budget -= len(drafts)
             step.rows[index] = replace(

@@ -187,7 +187,8 @@ class Scheduler:
         plan = StepPlan(self._num_plans, tuple(step.rows), tuple(step.copies))
         if plan.rows:
             self._in_flight = plan
-            self._work += plan.num_tokens
+            # Guesses are not counted: they must not move anybody in the queue.
+            self._work += plan.num_tokens - plan.num_drafts
         elif self.has_work:
             raise InvariantViolated(
                 f"2: {self.num_waiting} requests wait and none can run; "
@@ -311,6 +312,7 @@ class Scheduler:
             seq.num_computed_tokens = seq.num_tokens - 1
             self._tables.publish(seq, seq.num_computed_tokens)
             self._tables.take_shared(seq)
+            self._tables.give_back(seq)
         return outputs
 
     def _accept(self, seq: Sequence, sampled: Sampled) -> list[SeqOutput]:

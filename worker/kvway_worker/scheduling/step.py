@@ -76,6 +76,11 @@ class StepPlan:
         return sum(row.num_tokens for row in self.rows)
 
     @property
+    def num_drafts(self) -> int:
+        """Guesses among the tokens that the step computes."""
+        return sum(row.num_drafts for row in self.rows)
+
+    @property
     def num_prefill_tokens(self) -> int:
         """Tokens of rows that are not a single generated token."""
         return sum(row.num_tokens for row in self.rows if row.is_prefill)
