@@ -136,7 +136,7 @@ class Bench:
     def ttft(self) -> Outcome:
         """Measure at a client of a worker of its own."""
         options = ["--model", self.args.model, "--dtype", self.args.dtype]
-        options += ["--pairs", str(self.args.pairs)]
+        options += ["--pairs", str(self.args.pairs), "--threads", str(self.args.threads)]
         cold, warm = asyncio.run(bench_ttft.run(bench_ttft.parse(options)))
         reductions = [100 * (1 - w.ttft_s / c.ttft_s) for c, w in zip(cold, warm, strict=True)]
         spread = Spread.of(reductions)

@@ -52,7 +52,9 @@ async def run(args: argparse.Namespace) -> tuple[list[Answer], list[Answer]]:
         session = await stack.enter_async_context(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         )
-        url = args.url or await stack.enter_async_context(started(args.model, args.dtype))
+        url = args.url or await stack.enter_async_context(
+            started(args.model, args.dtype, args.threads)
+        )
         model = await served_model(session, url)
         pool = await text_tokens(session, url, model, args.shared + args.new)
         await ask(session, url, model, pool[: args.new])
@@ -65,6 +67,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--url", help="a worker that runs already (default: start one)")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="auto", help="of the worker that is started")
+    parser.add_argument("--threads", type=int, help="of the worker that is started (default: all)")
     parser.add_argument("--shared", type=int, default=1500, help="shared tokens")
     parser.add_argument("--new", type=int, default=100, help="new tokens after the shared ones")
     parser.add_argument("--pairs", type=int, default=12, help="cold and warm pairs")
@@ -73,13 +76,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 @contextlib.asynccontextmanager
-async def started(model: str, dtype: str) -> AsyncIterator[str]:
+async def started(model: str, dtype: str, threads: int | None) -> AsyncIterator[str]:
     """Start one worker; yield its URL once it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder, "ready.json")
         process = await asyncio.create_subprocess_exec(
             *(KVWAY, "worker", "--model", model, "--dtype", dtype),
             *("--port", "0", "--ready-file", str(ready)),
+            *(() if threads is None else ("--num-threads", str(threads))),
         )
         try:
             while (text := read_if_there(ready)) is None:

@@ -120,6 +120,15 @@ def test_what_was_evicted_in_its_own_namespace_is_evicted_whatever_others_saw() 
     assert admit(told, range(4), salt="b") == {"evicted": 4}
 
 
+def test_tokens_asked_for_again_and_again_are_known_under_other_salts() -> None:
+    """What is forgotten first is what was asked for last the longest ago."""
+    told = CacheStats(num_blocks=2, block_size=SIZE)
+    for index in range(1, 20):
+        admit(told, range(SIZE), salt="a")
+        admit(told, [100 * index] * SIZE, salt="a")
+    assert admit(told, range(SIZE), salt="b") == {"salted": SIZE}
+
+
 def test_the_same_tokens_behind_others_are_not_salted() -> None:
     told = stats()
     admit(told, range(8), salt="a")
