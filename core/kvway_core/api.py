@@ -126,11 +126,16 @@ __all__ = [
     "parse_detokenize",
     "parse_pin",
     "parse_tokenize",
+    "peek_request_id",
     "sse",
     "unsupported_fields",
 ]
 
 SSE_DONE = b"data: [DONE]\n\n"
+
+
+class _Named(msgspec.Struct, frozen=True):
+    request_id: str | None = None
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -208,6 +213,20 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
     return request
 
 
+def peek_request_id(body: bytes) -> str | None:
+    """Returns the `request_id` of a body that nobody has checked yet; None if there is none.
+
+    Complexity:
+        One search for the name; only if that may be there, a scan of the body that keeps nothing.
+    """
+    if b"request_id" not in body and b"\\u" not in body:
+        return None
+    try:
+        return _PEEK.decode(body).request_id
+    except (ValueError, RecursionError):  # whoever parses it says what is wrong
+        return None
+
+
 def unsupported_fields(body: bytes, supported: frozenset[str]) -> InvalidRequest | None:
     """Returns the refusal of the first field that asks for something outside `supported`.
 
@@ -241,6 +260,7 @@ _TOKENIZE = BodyDecoder(TokenizeRequest)
 _DETOKENIZE = BodyDecoder(DetokenizeRequest)
 _PIN = BodyDecoder(PinRequest)
 _ABORT = BodyDecoder(AbortRequest)
+_PEEK = msgspec.json.Decoder(_Named)
 _ENCODER = msgspec.json.Encoder()
 
 _NEUTRAL: dict[str, tuple[bytes, ...]] = {

@@ -323,3 +323,18 @@ async def test_a_failed_request_has_no_length_and_an_aborted_one_has() -> None:
         w.engine.gate.set()
         await rest(stream)
         assert w.loop.load().spans.prompt_tokens.num_observed == 1
+
+
+async def test_several_requests_are_taken_together_or_not_at_all() -> None:
+    """Where there is no room for all of them, or one can never run, none is known."""
+    async with worker(max_num_seqs=3, max_waiting=1) as w:
+        with pytest.raises(Overloaded):
+            w.loop.submit(forked("a", 2), forked("b", 3))
+        with pytest.raises(KvwayError):
+            w.loop.submit(forked("a", 2), request("b", range(999), max_tokens=3))
+        assert (w.loop.load().num_waiting, w.loop.load().num_running) == (0, 0)
+        streams = w.loop.submit(forked("a", 2), forked("b", 2, start=1000))
+        assert [stream.seq.request_id for stream in streams] == ["a", "a.1", "b", "b.1"]
+        answers = [tokens(parts) for parts in await asyncio.gather(*map(rest, streams))]
+        assert answers == [answer(PROMPT, 3)] * 2 + [answer(range(1000, 1040), 3)] * 2
+        assert await nobody_holds_blocks(w)

@@ -208,6 +208,22 @@ async def test_a_chat_that_does_not_fit_names_its_field(running: Running) -> Non
     assert refused(status, body) == (400, "context_length_exceeded", "max_completion_tokens")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "n", "param"), [(["a", "b"], 2, "prompt"), (["a"] * 4, 1, "prompt"), ("a", 4, "n")]
+)
+async def test_more_answers_than_there_can_ever_be_are_refused_with_the_numbers(
+    byte_model: Path, prompt: Any, n: int, param: str
+) -> None:
+    """Not with a 503 that would be the same later on."""
+    async with serving(byte_model, max_num_seqs=2, max_waiting=1) as running:
+        status, body, _ = await running.post(COMPLETIONS, completion(prompt, n=n))
+        fits, _, _ = await running.post(COMPLETIONS, completion(["a", "b", "c"]))
+    assert refused(status, body) == (400, "invalid_request", param)
+    assert "4 answers" in body["error"]["message"]
+    assert "3 at most" in body["error"]["message"]
+    assert fits == 200
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_stream_is_refused_like_a_whole_answer(running: Running, *, stream: bool) -> None:
     """Errors before the first output have their own status, streamed or not."""

@@ -20,6 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -101,6 +102,11 @@ class EngineLoop:
         """Why the engine was given up; None while it works. It does not come back."""
         return self._failed
 
+    @property
+    def max_requests(self) -> int:
+        """Requests that may run and wait at a time, forks included."""
+        return self._streams.max_requests
+
     def start(self) -> None:
         """Starts the step thread; to be called once, inside the running event loop."""
         self._event_loop = asyncio.get_running_loop()
@@ -119,23 +125,27 @@ class EngineLoop:
     ) -> None:
         await self.close()
 
-    def submit(self, seq: Request) -> tuple[TokenStream, ...]:
-        """Hands over a request and its forks, all or none of them.
+    def submit(self, *seqs: Request) -> tuple[TokenStream, ...]:
+        """Hands over requests and their forks, all or none of them.
 
         Returns:
-            The answer of the request, then those of its forks in their order. Whoever gets them
-            closes each: that aborts a request that has not ended, and frees its blocks.
+            For each request in its turn its answer, then those of its forks in their order.
+            Whoever gets them closes each: that aborts a request that has not ended, and frees its
+            blocks.
 
         Raises:
-            RequestError: If it can never run, or an id is in use.
+            RequestError: If one can never run, or an id is in use.
             Overloaded: If too many requests wait.
             ShuttingDown: If the loop is closed.
             EngineFailed: If the engine was given up.
         """
-        self._validate(seq)
-        streams = self._streams.open((seq, *seq.forks), now_s=self._clock.monotonic())
+        for seq in seqs:
+            self._validate(seq)
+        families = [(seq, *seq.forks) for seq in seqs]
+        streams = self._streams.open(tuple(chain(*families)), now_s=self._clock.monotonic())
+        unsent = iter(streams)
         try:
-            self._post(_Add(streams))
+            self._post(*(_Add(tuple(islice(unsent, len(family)))) for family in families))
         except KvwayError:
             for stream in streams:
                 self._streams.leave(stream)
@@ -290,12 +300,12 @@ class EngineLoop:
         self._post(_Ask(function, done))
         return await done
 
-    def _post(self, command: _Command) -> None:
-        """Hands a command to the step thread."""
+    def _post(self, *commands: _Command) -> None:
+        """Hands commands to the step thread, all or none."""
         with self._wake:
             if self._ended or self._closing:
                 raise self._refusal()
-            self._inbox.append(command)
+            self._inbox += commands
             self._wake.notify()
 
     def _refusal(self) -> KvwayError:

@@ -73,6 +73,13 @@ class TokenStream:
         self._leave = leave
         self._is_over = False
 
+    @classmethod
+    def aborted(cls, seq: Sequence) -> Self:
+        """Returns the answer to a request that was ended before it was handed over."""
+        outputs: asyncio.Queue[Output | None] = asyncio.Queue(maxsize=1)
+        outputs.put_nowait(TokenOut(None, "abort", 0))
+        return cls(Stream(seq, outputs, seq.arrival_s), lambda _: None)
+
     @property
     def seq(self) -> Sequence:
         """The request."""
@@ -119,7 +126,7 @@ class Streams:
     """
 
     def __init__(self, max_requests: int) -> None:
-        self._max_requests = max_requests
+        self.max_requests = max_requests
         self._open: dict[str, Stream] = {}
 
     def open(self, seqs: Requests[Sequence], *, now_s: float) -> tuple[Stream, ...]:
@@ -136,10 +143,10 @@ class Streams:
                     f"A request with the id {request_id!r} is running; use another id.",
                     param="request_id",
                 )
-        if len(self._open) + len(ids) > self._max_requests:
+        if len(self._open) + len(ids) > self.max_requests:
             raise Overloaded(
                 f"{len(self._open)} requests are running or waiting, and at most "
-                f"{self._max_requests} may be; try again later."
+                f"{self.max_requests} may be; try again later."
             )
         streams = tuple(
             Stream(seq, asyncio.Queue(maxsize=seq.params.max_tokens + 2), now_s) for seq in seqs

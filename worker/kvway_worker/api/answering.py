@@ -19,6 +19,7 @@ from kvway_core.api import SSE_DONE, PromptTokensDetails, Usage, encode, sse
 from kvway_core.errors import KvwayError, error_body
 from kvway_worker.api.generation import Delta, Generator
 from kvway_worker.api.jobs import Job
+from kvway_worker.api.running_requests import Held
 from kvway_worker.api.shapes import Part, Shape
 from kvway_worker.scheduling.sampling_params import TokenLogprobs
 from kvway_worker.streams import TokenStream
@@ -102,7 +103,7 @@ class _Gathering:
 
 
 async def answer_whole(
-    job: Job, shape: Shape, generator: Generator, *, headers: Mapping[str, str]
+    job: Job, shape: Shape, generator: Generator, *, held: Held, headers: Mapping[str, str]
 ) -> web.Response:
     """Generate all answers of a job and return them in one JSON body.
 
@@ -122,7 +123,7 @@ async def answer_whole(
             raise AssertionError("an answer has no end")
         return gathering.take(last)
 
-    async with _submitted(job, generator) as streams:
+    async with _submitted(job, generator, held) as streams:
         parts = await _together([generate(*numbered) for numbered in enumerate(streams)])
     return web.Response(
         body=encode(shape.whole(parts, tally.usage())),
@@ -136,6 +137,7 @@ async def answer_in_events(
     shape: Shape,
     generator: Generator,
     *,
+    held: Held,
     request: web.Request,
     headers: Mapping[str, str],
 ) -> tuple[web.StreamResponse, KvwayError | None]:
@@ -169,7 +171,7 @@ async def answer_in_events(
                     await events.send(shape.chunk(gathering.take(delta), tally.usage()))
 
     try:
-        async with _submitted(job, generator) as streams:
+        async with _submitted(job, generator, held) as streams:
             await _together([send(*numbered) for numbered in enumerate(streams)])
     except KvwayError as exc:
         if not events.has_begun:
@@ -187,16 +189,16 @@ def _cached_header(job: Job, delta: Delta) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def _submitted(job: Job, generator: Generator) -> AsyncGenerator[list[TokenStream], None]:
+async def _submitted(
+    job: Job, generator: Generator, held: Held
+) -> AsyncGenerator[Sequence[TokenStream], None]:
     """Hand a job to the engine; what of it has not ended when the block is left, is aborted.
 
     Raises:
         KvwayError: What `EngineLoop.submit` raises; nothing runs then.
     """
-    streams: list[TokenStream] = []
+    streams = held.submit(job, generator.engine)
     try:
-        for leader in job.leaders:
-            streams += generator.engine.submit(leader)
         yield streams
     finally:
         for stream in streams:

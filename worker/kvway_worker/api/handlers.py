@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
@@ -12,7 +13,14 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from kvway_core.api import REQUEST_ID, ModelCard, ModelList, encode, parse_abort
+from kvway_core.api import (
+    REQUEST_ID,
+    ModelCard,
+    ModelList,
+    encode,
+    parse_abort,
+    peek_request_id,
+)
 from kvway_core.errors import ClientDisconnected, InternalError, InvalidRequest, KvwayError
 from kvway_core.metrics import CONTENT_TYPE, render
 from kvway_core.web import Handler, json_response, read_body
@@ -21,7 +29,7 @@ from kvway_worker.api.answering import answer_in_events, answer_whole
 from kvway_worker.api.fields import ABORT_FIELDS, check_fields
 from kvway_worker.api.generation import Generator
 from kvway_worker.api.jobs import Job
-from kvway_worker.api.running_requests import RUNNING
+from kvway_worker.api.running_requests import RUNNING, Held
 from kvway_worker.api.served_model import ServedModel
 from kvway_worker.api.shapes import ChatShape, CompletionShape, Head
 from kvway_worker.api.state import WORKER
@@ -36,17 +44,25 @@ _log = structlog.get_logger(__name__)
 class _ReadJob(Protocol):
     """Makes a job of a body."""
 
-    def __call__(self, body: bytes, model: ServedModel, *, arrival_s: float) -> Job: ...
+    def __call__(
+        self,
+        body: bytes,
+        model: ServedModel,
+        *,
+        answer_id: str,
+        arrival_s: float,
+        max_answers: int,
+    ) -> Job: ...
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    return await _generate(request, jobs.chat_job, ChatShape)
+    return await _generate(request, jobs.chat_job, ChatShape, id_prefix="chatcmpl-")
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions."""
-    return await _generate(request, jobs.completion_job, CompletionShape)
+    return await _generate(request, jobs.completion_job, CompletionShape, id_prefix="cmpl-")
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -124,19 +140,33 @@ async def count_errors(request: web.Request, handler: Handler) -> web.StreamResp
 
 
 async def _generate(
-    request: web.Request, read_job: _ReadJob, shape_type: type[ChatShape | CompletionShape]
+    request: web.Request,
+    read_job: _ReadJob,
+    shape_type: type[ChatShape | CompletionShape],
+    *,
+    id_prefix: str,
 ) -> web.StreamResponse:
+    """Answer a request, which has its id from the moment its body is there."""
     worker = request.app[WORKER]
     arrival_s = worker.clock.monotonic()
     with worker.request() as (model, generator):
         body = await read_request_body(request)
-        job = await worker.executor.run(partial(read_job, body, model, arrival_s=arrival_s))
-        shape = shape_type(
-            Head(job, int(worker.clock.time()), model.name, model.fingerprint, model.encoder)
-        )
-        request_id = _request_id(request, job)
-        with request.app[RUNNING].hold(request_id, job):
-            return await _answer(request, job, shape, generator, request_id=request_id)
+        answer_id = id_prefix + secrets.token_hex(16)
+        request_id = _given_id(request, body) or answer_id
+        with request.app[RUNNING].hold(request_id, answer_id) as held:
+            read = partial(
+                read_job,
+                body,
+                model,
+                answer_id=answer_id,
+                arrival_s=arrival_s,
+                max_answers=generator.engine.max_requests,
+            )
+            job = await worker.executor.run(read)
+            shape = shape_type(
+                Head(job, int(worker.clock.time()), model.name, model.fingerprint, model.encoder)
+            )
+            return await _answer(request, job, shape, generator, held=held, request_id=request_id)
 
 
 async def _answer(
@@ -145,6 +175,7 @@ async def _answer(
     shape: ChatShape | CompletionShape,
     generator: Generator,
     *,
+    held: Held,
     request_id: str,
 ) -> web.StreamResponse:
     """Answer a job and log how it ended: one line, whatever happened."""
@@ -156,10 +187,10 @@ async def _answer(
     try:
         if job.stream:
             response, failure = await answer_in_events(
-                job, shape, generator, request=request, headers=headers
+                job, shape, generator, held=held, request=request, headers=headers
             )
         else:
-            response = await answer_whole(job, shape, generator, headers=headers)
+            response = await answer_whole(job, shape, generator, held=held, headers=headers)
     except KvwayError as exc:
         outcome = exc.code
         raise
@@ -227,9 +258,7 @@ def _flag(request: web.Request, name: str) -> bool:
     return value in {"true", "1"}
 
 
-def _request_id(request: web.Request, job: Job) -> str:
-    """Return what the client calls the request, in the body or the header; else our own id."""
-    if job.given_id is not None:
-        return job.given_id
-    given = request.headers.get(REQUEST_ID_HEADER, "")
-    return given if REQUEST_ID.fullmatch(given) else job.answer_id
+def _given_id(request: web.Request, body: bytes) -> str | None:
+    """Return what the client calls the request, in the body or the header; None if it does not."""
+    names = (peek_request_id(body), request.headers.get(REQUEST_ID_HEADER))
+    return next((name for name in names if name and REQUEST_ID.fullmatch(name)), None)

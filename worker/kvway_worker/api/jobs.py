@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass
 
 from kvway_core.api import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from kvway_core.errors import InvalidRequest
 from kvway_core.prompting import encode_prompts
 from kvway_worker.api.fields import CHAT_FIELDS, COMPLETION_FIELDS, check_fields
 from kvway_worker.api.sampling_fields import of_choice, sampling_params
@@ -43,7 +44,6 @@ class Job:
 
     Attributes:
         answer_id: The `id` of the answer.
-        given_id: What the body calls the request; None if it does not.
         sequences: The answers in their order: those to the first prompt, to the second, ...
         echoes: The text of each prompt if the answers are to begin with it, else "".
         num_choices: Answers per prompt.
@@ -55,7 +55,6 @@ class Job:
     """
 
     answer_id: str
-    given_id: str | None
     sequences: tuple[Sequence, ...]
     echoes: tuple[str, ...]
     num_choices: int
@@ -76,8 +75,17 @@ class Job:
         return sum(sequence.num_prompt_tokens for sequence in self.leaders)
 
 
-def chat_job(body: bytes, model: ServedModel, *, arrival_s: float) -> Job:
+def chat_job(
+    body: bytes, model: ServedModel, *, answer_id: str, arrival_s: float, max_answers: int
+) -> Job:
     """Read a chat request.
+
+    Args:
+        body: The request.
+        model: Who is to answer.
+        answer_id: The `id` of the answer.
+        arrival_s: When it came, seconds on the worker's clock.
+        max_answers: Answers that there may be at a time, running and waiting.
 
     Raises:
         InvalidRequest: It is malformed, out of range or asks for what is not supported; names
@@ -87,11 +95,21 @@ def chat_job(body: bytes, model: ServedModel, *, arrival_s: float) -> Job:
     """
     request: ChatRequest = parse_chat(body)
     check_fields(body, CHAT_FIELDS)
-    return _job("chatcmpl-", request, model, arrival_s=arrival_s)
+    _check_num_answers(1, request.num_choices, most=max_answers)
+    return _job(request, model, answer_id=answer_id, arrival_s=arrival_s)
 
 
-def completion_job(body: bytes, model: ServedModel, *, arrival_s: float) -> Job:
+def completion_job(
+    body: bytes, model: ServedModel, *, answer_id: str, arrival_s: float, max_answers: int
+) -> Job:
     """Read a completion request of one or more prompts, each text or token ids.
+
+    Args:
+        body: The request.
+        model: Who is to answer.
+        answer_id: The `id` of the answer.
+        arrival_s: When it came, seconds on the worker's clock.
+        max_answers: Answers that there may be at a time, running and waiting.
 
     Raises:
         InvalidRequest: It is malformed, out of range or asks for what is not supported; names
@@ -101,25 +119,35 @@ def completion_job(body: bytes, model: ServedModel, *, arrival_s: float) -> Job:
     """
     request: CompletionRequest = parse_completion(body)
     check_fields(body, COMPLETION_FIELDS)
+    _check_num_answers(len(request.prompts), request.num_choices, most=max_answers)
     for prompt in request.prompts:
         if not isinstance(prompt, str):
             model.check_vocabulary(prompt, param="prompt")
-    return _job("cmpl-", request, model, arrival_s=arrival_s)
+    return _job(request, model, answer_id=answer_id, arrival_s=arrival_s)
+
+
+def _check_num_answers(num_prompts: int, num_choices: int, *, most: int) -> None:
+    """Raise InvalidRequest for more answers than there can ever be at a time."""
+    num_answers = num_prompts * num_choices
+    if num_answers > most:
+        raise InvalidRequest(
+            f"{num_prompts} prompts with n = {num_choices} are {num_answers} answers; this worker "
+            f"runs and queues {most} at most. Ask for fewer, or in several requests.",
+            param="n" if num_prompts == 1 else "prompt",
+        )
 
 
 def _job(
-    id_prefix: str,
     request: ChatRequest | CompletionRequest,
     model: ServedModel,
     *,
+    answer_id: str,
     arrival_s: float,
 ) -> Job:
     model.check_name(request.model)
-    answer_id = id_prefix + secrets.token_hex(16)
     prompts = encode_prompts(request, model.encoder, max_model_len=model.max_model_len)
     return Job(
         answer_id=answer_id,
-        given_id=request.request_id,
         sequences=tuple(
             sequence
             for index, prompt in enumerate(prompts)
