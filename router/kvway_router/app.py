@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,6 +27,7 @@ from kvway_router.handlers import ApiHandlers, add_request_id
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Ledger
 from kvway_router.metrics import FleetCollector, RouterMetrics
+from kvway_router.policies.registry import POLICIES, first_state
 from kvway_router.policy import PolicyParams
 from kvway_router.proxy import ReplicaClient
 from kvway_router.reading import ReaderPool, ServedModel
@@ -72,6 +74,7 @@ class Router:
         self._settings = settings
         self._supervisor = supervisor
         params = PolicyParams()
+        policy = POLICIES[settings.policy]
         model = ServedModel(
             name=name, encoder=encoder, namespace=Namespace(name, settings.block_size)
         )
@@ -111,7 +114,9 @@ class Router:
             model=name, replicas=self.replicas, index=index, ledger=ledger, traffic=traffic
         )
         self.decisions = DecisionStore(max_records=settings.max_decisions)
-        metrics = RouterMetrics(new_registry("router", version=version("kvway")))
+        metrics = RouterMetrics(
+            new_registry("router", version=version("kvway")), reasons=policy.reasons
+        )
         self.dispatcher = Dispatcher(
             model=model,
             replicas=self.replicas,
@@ -122,6 +127,8 @@ class Router:
             trips=TripLog(
                 decisions=self.decisions, traffic=traffic, observe=metrics.observe, clock=clock
             ),
+            policy=policy,
+            policy_state=first_state(policy, seed=secrets.randbits(64)),
             params=params,
             max_attempts=settings.max_attempts,
         )

@@ -37,7 +37,9 @@ from kvway_core.errors import (
 from kvway_router.holding import Speculation
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Charge, Ledger
-from kvway_router.policy import Decision, PolicyParams, Prompt, choose
+from kvway_router.policies.base import Policy, Situation, decide
+from kvway_router.policies.state import PolicyState
+from kvway_router.policy import Decision, PolicyParams, Prompt
 from kvway_router.proxy import CachedTokens, ReplicaAnswer, ReplicaClient, request_headers
 from kvway_router.reading import ReaderPool, ReadRequest, Route, ServedModel, read_request
 from kvway_router.replicas import ReplicaSet
@@ -131,6 +133,8 @@ class Dispatcher:
         readers: Threads for phase 1.
         client: The way to replicas.
         trips: Where the story of each request goes.
+        policy: How a replica is chosen.
+        policy_state: What the policy begins with.
         params: The constants of the choice.
         max_attempts: Replicas that one request is tried at, at most.
     """
@@ -145,6 +149,8 @@ class Dispatcher:
         readers: ReaderPool,
         client: ReplicaClient,
         trips: TripLog,
+        policy: Policy,
+        policy_state: PolicyState,
         params: PolicyParams,
         max_attempts: int,
     ) -> None:
@@ -156,6 +162,8 @@ class Dispatcher:
         self._readers = readers
         self._client = client
         self._trips = trips
+        self._policy = policy
+        self._policy_state = policy_state
         self._params = params
         self._max_attempts = max_attempts
         self.running = RunningRequests()
@@ -234,14 +242,17 @@ class Dispatcher:
             prefix_key=request.prefix_key,
             num_output_tokens=request.num_output_tokens,
         )
-        return choose(
-            prompt,
-            self._index.match(request.hashes),
+        situation = Situation(
+            prompt=prompt,
+            matches=self._index.match(request.hashes),
             loads=self._replicas.loads(exclude=tried),
             params=self._params,
             mean_own_s=self._ledger.mean_own_s,
             retry=bool(tried),
+            now_s=self._ledger.now(),
         )
+        decision, self._policy_state = decide(self._policy, situation, self._policy_state)
+        return decision
 
     async def _attempt(
         self,

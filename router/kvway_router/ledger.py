@@ -42,7 +42,8 @@ class _Account:
     """The books of one replica.
 
     Invariants:
-        1. `num_prefills` and `prefill_tokens` are those of the open charges without a first token.
+        1. `num_prefills`, `prefill_tokens` (work) and `uncached_tokens` (plain) are those of the
+           open charges without a first token.
         2. `num_blocks` is that of all open charges, `num_blocks_unseen` of those that the last
            report cannot have counted.
     """
@@ -61,12 +62,14 @@ class _Account:
         "prefill_tokens_per_s",
         "report",
         "reported_s",
+        "uncached_tokens",
     )
 
     def __init__(self) -> None:
         self.charges: set[Charge] = set()
         self.num_prefills = 0
         self.prefill_tokens = 0.0
+        self.uncached_tokens = 0
         self.num_blocks = 0
         self.num_blocks_unseen = 0
         self.prefill_tokens_per_s: float | None = None
@@ -97,6 +100,7 @@ class Charge:
         "_unqueued",
         "num_blocks",
         "replica_id",
+        "uncached_tokens",
         "work_tokens",
     )
 
@@ -105,15 +109,15 @@ class Charge:
         ledger: Ledger,
         account: _Account,
         *,
-        replica_id: str,
+        chosen: Candidate,
         work_tokens: float,
-        num_blocks: int,
         unqueued: bool,
     ) -> None:
         """Open an entry; for `Ledger.charge`, which is how to get one."""
-        self.replica_id = replica_id
+        self.replica_id = chosen.replica_id
         self.work_tokens = work_tokens
-        self.num_blocks = num_blocks
+        self.uncached_tokens = chosen.uncached_tokens
+        self.num_blocks = chosen.own_blocks
         self._ledger = ledger
         self._account = account
         self._charged_s = ledger.now()
@@ -125,8 +129,9 @@ class Charge:
         account.charges.add(self)
         account.num_prefills += 1
         account.prefill_tokens += work_tokens
-        account.num_blocks += num_blocks
-        account.num_blocks_unseen += num_blocks
+        account.uncached_tokens += self.uncached_tokens
+        account.num_blocks += self.num_blocks
+        account.num_blocks_unseen += self.num_blocks
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -188,6 +193,7 @@ class Charge:
         self._prefilling = False
         account = self._account
         account.num_prefills -= 1
+        account.uncached_tokens -= self.uncached_tokens
         # Sums of floats drift; an empty queue is exactly empty.
         account.prefill_tokens = (
             account.prefill_tokens - self.work_tokens if account.num_prefills else 0.0
@@ -223,13 +229,12 @@ class Ledger:
         return Charge(
             self,
             account,
-            replica_id=chosen.replica_id,
+            chosen=chosen,
             work_tokens=own_work_tokens(
                 chosen.uncached_tokens,
                 chosen.cached_tokens,
                 attention_tokens=self._params.attention_tokens,
             ),
-            num_blocks=chosen.own_blocks,
             unqueued=account.num_prefills == 0 and not others_queue,
         )
 
@@ -324,9 +329,11 @@ class Ledger:
     ) -> ReplicaLoad:
         report = self._fresh_report(account)
         tokens, num_prefills = account.prefill_tokens, account.num_prefills
+        queued_tokens = float(account.uncached_tokens)
         in_flight, blocks_pinned = len(account.charges), account.num_blocks
         if report is not None:
             tokens += account.foreign_tokens
+            queued_tokens += account.foreign_tokens
             num_prefills += account.foreign_prefills
             in_flight += account.foreign_requests
             blocks = report.blocks
@@ -336,6 +343,7 @@ class Ledger:
         return ReplicaLoad(
             replica_id=replica_id,
             queued_prefill_s=tokens / (account.prefill_tokens_per_s or fleet_rate),
+            queued_tokens=queued_tokens,
             num_prefills=num_prefills,
             decode_step_s=(account.decode_step_s or 0.0) if in_flight else 0.0,
             prefill_tokens_per_s=account.prefill_tokens_per_s,

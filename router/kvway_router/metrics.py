@@ -7,7 +7,7 @@ parts at the moment of the scrape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from kvway_core.metrics import TTFT_BUCKETS_S, render
 from kvway_router.fleet import Fleet
-from kvway_router.policy import Reason
+from kvway_router.policies.reasons import Reason
 from kvway_router.reading import ReaderPool
 from kvway_router.replica import ReplicaState
 from kvway_router.running import RunningRequests
@@ -38,9 +38,10 @@ class RouterMetrics:
 
     Args:
         registry: Where the metrics register; one router per registry.
+        reasons: Those that the router's policy may give.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, *, reasons: Iterable[Reason]) -> None:
         """Registers every metric, so that each is there from the first scrape."""
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -74,7 +75,7 @@ class RouterMetrics:
             "Time to decode, tokenize and hash a prompt, with the wait for a thread.",
             READ_BUCKETS_S,
         )
-        for reason in Reason:
+        for reason in reasons:
             self._decisions.labels(reason.value)
         for phase in ("before_first_byte", "in_stream"):
             self._disconnects.labels(phase)

@@ -15,12 +15,12 @@ the first costs more than computing it again.
 
 >>> prompt = Prompt(num_tokens=1600, block_size=16, prefix_key=b"system prompt")
 >>> loads = [
-...     ReplicaLoad("a:1", queued_prefill_s=0.0, num_prefills=0, decode_step_s=0.01,
-...                 prefill_tokens_per_s=1000.0, blocks_pinned=0, blocks_total=4000,
-...                 in_flight=0, blocks_held=90),
-...     ReplicaLoad("b:1", queued_prefill_s=0.0, num_prefills=0, decode_step_s=0.01,
-...                 prefill_tokens_per_s=1000.0, blocks_pinned=0, blocks_total=4000,
-...                 in_flight=0, blocks_held=0),
+...     ReplicaLoad("a:1", queued_prefill_s=0.0, queued_tokens=0, num_prefills=0,
+...                 decode_step_s=0.01, prefill_tokens_per_s=1000.0, blocks_pinned=0,
+...                 blocks_total=4000, in_flight=0, blocks_held=90),
+...     ReplicaLoad("b:1", queued_prefill_s=0.0, queued_tokens=0, num_prefills=0,
+...                 decode_step_s=0.01, prefill_tokens_per_s=1000.0, blocks_pinned=0,
+...                 blocks_total=4000, in_flight=0, blocks_held=0),
 ... ]
 >>> decision = choose(prompt, {"a:1": 90}, loads, params=PolicyParams())
 >>> decision.replica_id, decision.reason.value
@@ -31,31 +31,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import xxhash
 
 from kvway_core.errors import NoReplicaAvailable
+from kvway_router.policies.reasons import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-
-class Reason(StrEnum):
-    """Why a replica was chosen."""
-
-    PREFIX = "prefix"
-    """No other candidate holds more of the prompt."""
-    LEAST_LOADED = "least_loaded"
-    """No candidate holds enough of the prompt to matter."""
-    SPILL = "spill"
-    """Another candidate holds more of the prompt, but waiting for it costs more."""
-    ONLY_REPLICA = "only_replica"
-    """There was one candidate."""
-    RETRY = "retry"
-    """An earlier attempt at another replica failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +94,7 @@ class ReplicaLoad:
     Attributes:
         replica_id: Its id.
         queued_prefill_s: Q: prefill work sent to it and not yet done, seconds.
+        queued_tokens: The same work as plain prompt tokens, without the term for attention.
         num_prefills: n: prefills that are queued or running there.
         decode_step_s: tau: how long one of its decode steps takes now, seconds.
         prefill_tokens_per_s: R; None while unknown: then it borrows the fleet's.
@@ -120,6 +106,7 @@ class ReplicaLoad:
 
     replica_id: str
     queued_prefill_s: float
+    queued_tokens: float
     num_prefills: int
     decode_step_s: float
     prefill_tokens_per_s: float | None
@@ -222,6 +209,42 @@ def choose(
     Raises:
         NoReplicaAvailable: There is no candidate.
     """
+    candidates, price = weigh(prompt, matches, loads, params=params, mean_own_s=mean_own_s)
+    best = candidates[0]
+    tied = [
+        c
+        for c in candidates
+        if c.cost_s - best.cost_s <= _tie_limit(c, best, params=params) * best.own_s
+    ]
+    chosen = min(tied, key=lambda c: (_placement(c), -rendezvous(prompt.prefix_key, c.replica_id)))
+    reason = _reason(chosen, candidates, retry=retry)
+    return Decision(
+        replica_id=chosen.replica_id,
+        reason=reason,
+        detail=_detail(reason, chosen, candidates=candidates, prompt=prompt),
+        candidates=candidates,
+        price_of_work=price,
+    )
+
+
+def weigh(
+    prompt: Prompt,
+    matches: Mapping[str, int],
+    loads: Sequence[ReplicaLoad],
+    *,
+    params: PolicyParams,
+    mean_own_s: float | None = None,
+) -> tuple[tuple[Candidate, ...], float]:
+    """Weighs every candidate without choosing one.
+
+    The arguments are those of `choose`.
+
+    Returns:
+        All candidates, the cheapest first, and the price of work.
+
+    Raises:
+        NoReplicaAvailable: There is no candidate.
+    """
     if not loads:
         msg = "No replica can take the request now; try again in a few seconds."
         raise NoReplicaAvailable(msg)
@@ -241,21 +264,7 @@ def choose(
         ),
         key=lambda c: (c.cost_s, c.replica_id),
     )
-    best = candidates[0]
-    tied = [
-        c
-        for c in candidates
-        if c.cost_s - best.cost_s <= _tie_limit(c, best, params=params) * best.own_s
-    ]
-    chosen = min(tied, key=lambda c: (_placement(c), -_rendezvous(prompt.prefix_key, c)))
-    reason = _reason(chosen, candidates, retry=retry)
-    return Decision(
-        replica_id=chosen.replica_id,
-        reason=reason,
-        detail=_detail(reason, chosen, candidates=candidates, prompt=prompt),
-        candidates=tuple(candidates),
-        price_of_work=price,
-    )
+    return tuple(candidates), price
 
 
 def own_work_tokens(num_uncached: int, num_cached: int, *, attention_tokens: float) -> float:
@@ -267,6 +276,11 @@ def own_work_tokens(num_uncached: int, num_cached: int, *, attention_tokens: flo
         attention_tokens: A: see `PolicyParams`.
     """
     return num_uncached * (1.0 + (num_cached + num_uncached / 2.0) / attention_tokens)
+
+
+def rendezvous(prefix_key: bytes, replica_id: str) -> int:
+    """Returns the weight of a replica for a prefix: who leaves or comes moves only its own."""
+    return xxhash.xxh3_64_intdigest(prefix_key + b"\0" + replica_id.encode())
 
 
 def running_mean(mean: float | None, value: float, *, weight: float = 0.05) -> float:
@@ -333,10 +347,6 @@ def _tie_limit(candidate: Candidate, best: Candidate, *, params: PolicyParams) -
 def _placement(candidate: Candidate) -> int:
     """Orders tied candidates: a running request weighs as much as 50 blocks held."""
     return candidate.blocks_held + 50 * candidate.in_flight
-
-
-def _rendezvous(prefix_key: bytes, candidate: Candidate) -> int:
-    return xxhash.xxh3_64_intdigest(prefix_key + b"\0" + candidate.replica_id.encode())
 
 
 def _reason(chosen: Candidate, candidates: Sequence[Candidate], *, retry: bool) -> Reason:

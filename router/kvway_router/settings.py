@@ -16,6 +16,7 @@ from kvway_core.config import option
 from kvway_core.web import DEFAULT_MAX_BODY_BYTES
 from kvway_router.discovery import DnsName, ReplicaAddress
 from kvway_router.index import MAX_BYTES, MIN_BYTES
+from kvway_router.policies.registry import DEFAULT_POLICY, POLICIES
 
 _MAX_PORT: Final = 65_535
 _POSITIVE: Final = (
@@ -70,6 +71,11 @@ class RouterSettings:
     index_snapshot: Path | None = option(
         None, help="file that keeps the index across restarts: read first, written every minute"
     )
+    policy: str = option(
+        DEFAULT_POLICY,
+        help=f"how a replica is chosen: {', '.join(POLICIES)}",
+        metavar="NAME",
+    )
     max_attempts: int = option(3, help="replicas one request is tried at, at most")
     max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, help="largest request body", unit="bytes")
     body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")
@@ -108,6 +114,8 @@ class RouterSettings:
             yield from _refusal("--replica", url, ReplicaAddress.parse)
         for name in self.replica_dns:
             yield from _refusal("--replica-dns", name, DnsName.parse)
+        if self.policy not in POLICIES:
+            yield f"--policy {self.policy!r} is not one of {', '.join(POLICIES)}"
         yield from self._number_problems()
 
     def _number_problems(self) -> Iterator[str]:

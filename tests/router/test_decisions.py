@@ -86,6 +86,7 @@ def load(number: int, *, queued_prefill_s: float) -> ReplicaLoad:
     return ReplicaLoad(
         replica_id=f"r{number}:1",
         queued_prefill_s=queued_prefill_s,
+        queued_tokens=1000.0 * queued_prefill_s,
         num_prefills=0,
         decode_step_s=0.0,
         prefill_tokens_per_s=1000.0,

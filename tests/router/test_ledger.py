@@ -79,6 +79,7 @@ def load(ledger: Ledger, name: str = "a") -> ReplicaLoad:
 IDLE = ReplicaLoad(
     replica_id="a:1",
     queued_prefill_s=0.0,
+    queued_tokens=0,
     num_prefills=0,
     decode_step_s=0.0,
     prefill_tokens_per_s=None,
@@ -234,6 +235,19 @@ def test_the_work_of_others_is_added_and_ours_is_not_counted_twice(ledger: Ledge
     assert (seen.num_prefills, seen.in_flight) == (3, 5)
     ledger.charge(candidate(tokens=300))
     assert load(ledger).queued_prefill_s == pytest.approx(20.0)
+
+
+def test_queued_tokens_are_plain_tokens_and_leave_with_the_prefill(clock: FakeClock) -> None:
+    """Attention makes the work of 500 tokens that of 3000 here; they stay 500 tokens."""
+    ledger = Ledger(clock=clock, params=PolicyParams(attention_tokens=100.0))
+    charge = ledger.charge(candidate(tokens=500, cached=250))
+    seen = load(ledger)
+    assert seen.queued_tokens == 500
+    assert seen.queued_prefill_s > 500 / PolicyParams().default_prefill_tokens_per_s
+    charge.token()
+    assert load(ledger).queued_tokens == 0
+    hear(ledger, "a:1", report(num_waiting=1, waiting_uncached_tokens=70))
+    assert load(ledger).queued_tokens == 70
 
 
 def test_a_report_never_hides_what_was_just_sent(ledger: Ledger) -> None:

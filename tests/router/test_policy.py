@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from kvway_core.errors import NoReplicaAvailable
+from kvway_router.policies.reasons import Reason
 from kvway_router.policy import (
     Decision,
     PolicyParams,
     Prompt,
-    Reason,
     ReplicaLoad,
     choose,
     own_work_tokens,
@@ -28,6 +28,7 @@ def load(name: str, **changes: Any) -> ReplicaLoad:
     idle = ReplicaLoad(
         replica_id=f"{name}:1",
         queued_prefill_s=0.0,
+        queued_tokens=0,
         num_prefills=0,
         decode_step_s=0.0,
         prefill_tokens_per_s=1000.0,

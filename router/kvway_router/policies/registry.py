@@ -1,0 +1,36 @@
+"""All policies by name: what `--policy` takes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvway_router.policies.base import Policy
+from kvway_router.policies.cost import Cost
+from kvway_router.policies.counting import (
+    ConsistentHash,
+    LeastRequests,
+    LeastUncachedWork,
+    PowerOfTwo,
+    Random,
+    RoundRobin,
+)
+from kvway_router.policies.state import PolicyState, Window
+
+DEFAULT_POLICY: Final = Cost.name
+
+_ALL: Final[tuple[Policy, ...]] = (
+    Cost(),
+    RoundRobin(),
+    Random(),
+    LeastRequests(),
+    PowerOfTwo(),
+    LeastUncachedWork(),
+    ConsistentHash(),
+)
+
+POLICIES: Final = {policy.name: policy for policy in _ALL}
+
+
+def first_state(policy: Policy, *, seed: int = 0) -> PolicyState:
+    """Returns the state that a policy begins with: nothing remembered."""
+    return PolicyState(seed=seed, window=Window(length_s=policy.remember_s))
