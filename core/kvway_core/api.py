@@ -69,7 +69,8 @@ from kvway_core.requests import (
     StreamOptions,
     TokenizeRequest,
 )
-from kvway_core.strict_json import BodyDecoder, plain_name, top_level_fields
+from kvway_core.strict_json import BodyDecoder
+from kvway_core.unsupported import unsupported_fields, unsupported_in_messages
 
 __all__ = [
     "DEFAULT_COMPLETION_TOKENS",
@@ -129,6 +130,7 @@ __all__ = [
     "peek_request_id",
     "sse",
     "unsupported_fields",
+    "unsupported_in_messages",
 ]
 
 SSE_DONE = b"data: [DONE]\n\n"
@@ -227,23 +229,6 @@ def peek_request_id(body: bytes) -> str | None:
         return None
 
 
-def unsupported_fields(body: bytes, supported: frozenset[str]) -> InvalidRequest | None:
-    """Returns the refusal of the first field that asks for something outside `supported`.
-
-    A field that is null or asks for nothing (`tools: []`) is no reason to refuse.
-
-    Raises:
-        InvalidRequest: If the body is not a JSON object.
-    """
-    for name, raw in top_level_fields(body).items():
-        if name in supported or bytes(raw) in _NEUTRAL.get(name, (b"null",)):
-            continue
-        param = plain_name(name)
-        problem = f"{param or 'A field of the body'} is not supported by this server."
-        return InvalidRequest(problem, param=param, code="unsupported_parameter")
-    return None
-
-
 def encode(value: msgspec.Struct) -> bytes:
     """Returns an answer as JSON."""
     return _ENCODER.encode(value)
@@ -262,14 +247,3 @@ _PIN = BodyDecoder(PinRequest)
 _ABORT = BodyDecoder(AbortRequest)
 _PEEK = msgspec.json.Decoder(_Named)
 _ENCODER = msgspec.json.Encoder()
-
-_NEUTRAL: dict[str, tuple[bytes, ...]] = {
-    "best_of": (b"null", b"1"),
-    "echo": (b"null", b"false"),
-    "response_format": (b"null", b'{"type":"text"}', b'{"type": "text"}'),
-    "suffix": (b"null", b'""'),
-    "tool_choice": (b"null", b'"none"'),
-    "tools": (b"null", b"[]"),
-    "top_logprobs": (b"null", b"0"),
-}
-"""Values that ask for nothing, as they stand in the body."""

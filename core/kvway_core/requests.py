@@ -71,6 +71,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
 
     @property
     def num_choices(self) -> int:

@@ -134,22 +134,27 @@ ACCEPTED_KINDS = {
     "max_completion_tokens": {"number"},
     "max_tokens": {"number"},
     "messages": set(),
+    "metadata": {"object"},
     "min_p": {"number"},
     "min_tokens": {"number"},
     "model": {"string"},
     "n": {"number"},
     "presence_penalty": {"number", "fraction"},
     "priority": {"number"},
+    "prompt_cache_key": {"string"},
     "prompt_logprobs": {"number"},
     "repetition_penalty": {"number", "fraction"},
     "request_id": set(),
     "response_format": {"object"},
     "return_token_ids": {"bool"},
     "return_tokens_as_token_ids": {"bool"},
+    "safety_identifier": {"string"},
     "seed": {"number"},
+    "service_tier": {"string"},
     "skip_special_tokens": {"bool"},
     "stop": {"string", "array"},
     "stop_token_ids": set(),
+    "store": {"bool"},
     "stream": {"bool"},
     "stream_options": set(),
     "temperature": {"number", "fraction"},
@@ -538,26 +543,6 @@ def test_a_damaged_body_is_refused_or_read_as_the_standard_library_reads_it(
     as_read = json.loads(bytes(body))
     assert request.model == as_read["model"]
     assert [m.content for m in request.messages] == [m["content"] for m in as_read["messages"]]
-
-
-def test_unsupported_fields_are_named() -> None:
-    supported = frozenset({"model", "messages", "n"})
-
-    def unsupported(**fields: object) -> str | None:
-        error = api.unsupported_fields(json.dumps({**CHAT, **fields}).encode(), supported)
-        return None if error is None else error.param
-
-    assert unsupported() is None
-    assert unsupported(n=3) is None
-    assert unsupported(seed=None) is None
-    assert unsupported(tools=[], tool_choice="none", best_of=1, echo=False) is None
-    assert unsupported(presence_penalty=0.5) == "presence_penalty"
-    assert unsupported(response_format={"type": "text"}) is None
-    assert unsupported(response_format={"type": "json_object"}) == "response_format"
-    assert unsupported(future=1) == "future"
-    strange = api.unsupported_fields(b'{"\\u001b[31m":1}', supported)
-    assert strange is not None
-    assert "\x1b" not in strange.message
 
 
 def test_tokenize_takes_exactly_one_kind_of_input() -> None:

@@ -38,13 +38,13 @@ def refused(status: int, body: Any) -> tuple[int, str, str | None]:
         ("prompt", "x"),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "auto"),
-        ("functions", []),
+        ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_object"}),
         ("structured_outputs", {"json": {}}),
         ("guided_json", {}),
         ("logits_processors", ["x"]),
         ("use_beam_search", True),
-        ("documents", []),
+        ("documents", [{}]),
         ("chat_template", "{{ messages }}"),
         ("kv_transfer_params", {}),
         ("modalities", ["audio"]),
@@ -78,6 +78,17 @@ async def test_an_unsupported_field_of_a_completion_is_refused_by_name(
     assert refused(status, body) == (400, "unsupported_parameter", field)
 
 
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/pins"])
+async def test_an_unknown_field_of_a_message_is_refused_by_name(
+    running: Running, path: str
+) -> None:
+    """Wherever messages are taken."""
+    messages = [{"role": "user", "content": "hi"}, {"role": "user", "content": "", "foo": 1}]
+    body = chat(messages=messages) if path == CHAT else {"messages": messages}
+    status, answer, _ = await running.post(path, body)
+    assert refused(status, answer) == (400, "unsupported_parameter", "messages[1].foo")
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -95,6 +106,7 @@ async def test_an_unsupported_field_of_a_completion_is_refused_by_name(
         {"tool_choice": "none", "echo": False, "best_of": 1, "bad_words": [], "top_k": -1},
         {"chat_template_kwargs": {"enable_thinking": False}},
         {"response_format": {"type": "text"}},
+        {"functions": [], "documents": [], "parallel_tool_calls": True, "modalities": ["text"]},
     ],
 )
 async def test_a_harmless_field_is_accepted(running: Running, fields: dict[str, Any]) -> None:
@@ -125,6 +137,9 @@ async def test_a_harmless_field_is_accepted(running: Running, fields: dict[str, 
         (chat(request_id="a b"), "invalid_request", "request_id"),
         ({"model": "tiny"}, "invalid_request", "messages"),
         (chat(messages=[]), "invalid_request", "messages"),
+        (chat(metadata={"a": 1}), "invalid_request", "metadata[...]"),
+        (chat(store="yes"), "invalid_request", "store"),
+        (chat(service_tier=1), "invalid_request", "service_tier"),
         (chat(cache_salt=""), "invalid_request", "cache_salt"),
         (chat(cache_salt=5), "invalid_request", "cache_salt"),
         (chat(cache_salt="x" * 257), "invalid_request", "cache_salt"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from kvway_core.api import unsupported_fields
+from kvway_core.api import unsupported_fields, unsupported_in_messages
 
 _IGNORED: Final = frozenset(
     {"user", "metadata", "store", "prompt_cache_key", "safety_identifier", "service_tier"}
@@ -38,7 +38,12 @@ ABORT_FIELDS: Final = frozenset({"request_ids"})
 
 
 def check_fields(body: bytes, supported: frozenset[str]) -> None:
-    """Raise InvalidRequest for the first field that asks for something outside `supported`."""
+    """Raise InvalidRequest for the first field that asks for something outside `supported`.
+
+    Where messages are supported, also for the first one inside of them that is not OpenAI's.
+    """
     refusal = unsupported_fields(body, supported)
+    if refusal is None and "messages" in supported:
+        refusal = unsupported_in_messages(body)
     if refusal is not None:
         raise refusal
