@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any, SupportsIndex
 
 from typing_extensions import override
 
@@ -91,6 +92,24 @@ class OneHash:
         self._num_tokens += len(token_ids)
         missing = self._num_tokens // self._block_size - len(self.hashes)
         self.hashes += [BlockHash(b"0123456789abcdef")] * missing
+
+
+class Counted(list[int]):
+    """Tokens that count how often one is looked at.
+
+    Attributes:
+        num_read: So often, slices included.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self.num_read = 0
+
+    @override
+    def __getitem__(self, key: SupportsIndex | slice) -> Any:
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(found, list) else 1
+        return found
 
 
 class AuditedSim(SimEngine):

@@ -191,7 +191,7 @@ def test_lives_of_blocks_are_measured_from_stored_to_evicted() -> None:
     told.now_s = 100.0
     (key,) = store(told, range(4))
     told.now_s = 103.0
-    told.hit(key)
+    told.hit([key])
     told.now_s = 110.0
     told.evicted(key)
     read = told.read()
@@ -201,7 +201,7 @@ def test_lives_of_blocks_are_measured_from_stored_to_evicted() -> None:
 
 def test_a_block_that_is_only_pending_has_no_life_yet() -> None:
     told = stats()
-    told.hit(hashes(range(4))[0])
+    told.hit(hashes(range(4)))
     assert told.read().reuse_gap_s.num_observed == 0
 
 

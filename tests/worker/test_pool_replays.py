@@ -73,10 +73,10 @@ def test_p16_drafts_take_the_room_they_need(num_drafts: int) -> None:
     tables = BlockTables(pool)
     seq = request("0", range(3), block_size=4)
     assert tables.open(seq, 100) == ()
-    assert tables.reserve(seq, 3 + num_drafts)
+    assert tables.reserve(seq, 3 + num_drafts) == 3 + num_drafts
     assert len(seq.block_table) == 2
-    assert not tables.reserve(seq, 40)
-    assert len(seq.block_table) == 2
+    assert tables.reserve(seq, 40) == 36, "there are no more"
+    assert len(seq.block_table) == 9
 
 
 def test_p21_a_salt_changes_every_hash() -> None:

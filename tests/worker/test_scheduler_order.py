@@ -6,10 +6,13 @@ import random
 
 import pytest
 
-from kvway_worker.scheduling.planning import MAX_RECOUNTS
+from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.planning import MAX_LOOKED_UP, MAX_SENT_BACK
+from kvway_worker.scheduling.scheduler import Scheduler
 from kvway_worker.scheduling.sequence import Status
+from kvway_worker.scheduling.step import Sampled, StepResult
 from kvway_worker.scheduling.waiting import QueueOrder
-from tests.worker.batching import COMMON, Bench, answer, request, run, scheduled
+from tests.worker.batching import COMMON, Bench, Counted, answer, request, run, scheduled
 
 
 def order_of_first_steps(bench: Bench) -> list[str]:
@@ -184,13 +187,56 @@ def test_a_plan_looks_up_a_bounded_number_of_waiting_requests() -> None:
     bench.finish(request("seed", range(64)))
     waiting = [
         request(str(index), [*range(64), *range(6 * index, 6 * index + 6)])
-        for index in range(MAX_RECOUNTS + 5)
+        for index in range(MAX_SENT_BACK + 5)
     ]
     bench.add(request("holder", range(1000, 1090), max_tokens=2, priority=-1), *waiting)
     bench.step()  # the holder takes all six blocks: nothing is left of the seed
     bench.step()
-    assert scheduled(bench.scheduler.plan()) == {str(MAX_RECOUNTS): 70}, "taken as it is"
-    assert sum(seq.num_uncached_tokens == 70 for seq in waiting) == MAX_RECOUNTS
+    assert scheduled(bench.scheduler.plan()) == {str(MAX_SENT_BACK): 70}, "taken as it is"
+    assert sum(seq.num_uncached_tokens == 70 for seq in waiting) == MAX_SENT_BACK
+
+
+@pytest.mark.parametrize("queue_order", ["shortest", "arrival"])
+def test_who_waits_for_room_is_not_looked_up_anew_in_every_step(queue_order: QueueOrder) -> None:
+    bench = Bench(101, queue_order=queue_order, max_num_seqs=4)
+    warm = list(range(800))
+    bench.finish(request("seed", warm))
+    bench.add(request("holder", range(1000, 1680), max_tokens=100))
+    bench.step()
+    waits = request("waits", [*warm, *range(200)])
+    tokens = waits.token_ids = Counted(waits.token_ids)
+    bench.add(waits)
+    bench.step()
+    assert tokens.num_read > 800
+    for _ in range(40):  # the holder takes a block now and then
+        before = tokens.num_read
+        bench.step()
+        assert tokens.num_read - before < 100, "what follows the known blocks, a few times"
+    assert waits.status is Status.WAITING
+    for _ in run(bench.scheduler, bench.engine):
+        pass
+    assert waits.output_token_ids == answer([*warm, *range(200)], 1)
+
+
+def test_a_plan_looks_up_a_bounded_number_of_tokens() -> None:
+    """Who gets in after that gets in with the next plan; the first one always does."""
+    pool = BlockPool(200, 4096)
+    scheduler = Scheduler(pool, max_num_seqs=9, max_num_batched_tokens=2**20, max_model_len=2**18)
+    prompt = list(range(2**16))
+    names = []
+    for name in ("seed", *"abcde"):
+        tail = [] if name == "seed" else [ord(name)]
+        scheduler.add(request(name, prompt + tail, block_size=4096, max_tokens=9))
+        if name == "seed":
+            plan = scheduler.plan()
+            scheduler.commit(plan, StepResult({"seed": Sampled((5,))}))
+    assert 2 * len(prompt) == MAX_LOOKED_UP
+    for _ in range(3):
+        plan = scheduler.plan()
+        names.append([row.seq.request_id for row in plan.rows])
+        sampled = {seq.request_id: Sampled((5,)) for row in plan.rows for seq in row.sampling}
+        scheduler.commit(plan, StepResult(sampled))
+    assert names == [["seed", *"ab"], ["seed", *"abcd"], ["seed", *"abcde"]]
 
 
 def test_a_follower_moves_up_when_its_prefix_was_computed() -> None:

@@ -196,7 +196,12 @@ class BlockPool:
         }
 
     def match(
-        self, hashes: Sequence[BlockHash], token_ids: Sequence[int], *, namespace: Namespace
+        self,
+        hashes: Sequence[BlockHash],
+        token_ids: Sequence[int],
+        *,
+        namespace: Namespace,
+        known: Sequence[int] = (),
     ) -> Match:
         """Returns what holds the longest known prefix of `token_ids`.
 
@@ -207,10 +212,12 @@ class BlockPool:
             hashes: Block hashes of `token_ids`, one per full block.
             token_ids: The tokens.
             namespace: What else their KV depends on.
+            known: The first blocks of an earlier result whose content is the same still; only
+                what follows them is looked up.
         """
         if self._force_miss:
             return Match()
-        return self._contents.match(hashes, token_ids, namespace)
+        return self._contents.match(hashes, token_ids, namespace, known)
 
     # --- taking and giving back ---------------------------------------------------------------
 
@@ -219,7 +226,8 @@ class BlockPool:
 
         A block that is only to be kept meanwhile, `source`, counts as one more of the hits.
         """
-        return num_new + sum(not self._refs[block] for block in hits) <= len(self._free)
+        num_left = len(self._free) - num_new
+        return num_left >= 0 and [self._refs[block] for block in hits].count(0) <= num_left
 
     def allocate(
         self,
@@ -258,7 +266,7 @@ class BlockPool:
         for block in hits:
             self.touch(block, ephemeral=ephemeral)
             self._hits[block] += not again
-            self.stats.hit(self._contents.of(block).block_hash)
+        self.stats.hit([self._contents.of(block).block_hash for block in hits])
         for block in kept:
             self._hold(block)
         new = [self._next() for _ in range(num_new)]
@@ -275,8 +283,10 @@ class BlockPool:
             block_id: The block.
             ephemeral: The one who holds it now is an ephemeral request.
         """
-        self._hold(block_id)
-        if not ephemeral:
+        if not self._refs[block_id]:
+            self._free.take(block_id)
+        self._refs[block_id] += 1
+        if not ephemeral and self._contents.is_ephemeral(block_id):
             self._make_blank(self._contents.make_normal(block_id))
 
     def free(self, block_ids: Sequence[int]) -> None:

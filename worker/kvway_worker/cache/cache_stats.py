@@ -111,12 +111,15 @@ class CacheStats:
         self._lives[block_hash] = _Life(self.now_s, self.now_s)
         self._reuse.store(block_hash)
 
-    def hit(self, block_hash: BlockHash) -> None:
-        """Takes note of a block that a request reuses; one that is only pending may be told."""
-        life = self._lives.get(block_hash)
-        if life is not None:
-            self._reuse_gap_s.observe(self.now_s - life.used_s)
-            life.used_s = self.now_s
+    def hit(self, block_hashes: Sequence[BlockHash]) -> None:
+        """Takes note of the blocks that a request reuses; pending ones may be among them."""
+        used: dict[float, int] = {}  # most of them were used together before
+        for life in map(self._lives.get, block_hashes):
+            if life is not None:
+                used[life.used_s] = used.get(life.used_s, 0) + 1
+                life.used_s = self.now_s
+        for used_s, num_blocks in used.items():
+            self._reuse_gap_s.observe(self.now_s - used_s, num_blocks)
 
     def evicted(self, block_hash: BlockHash) -> None:
         """Takes note of a stored block that was given up for other content."""

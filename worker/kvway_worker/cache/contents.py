@@ -104,7 +104,11 @@ class Contents:
         return has_content and block not in self._pending and block not in self._ephemeral
 
     def match(
-        self, hashes: Sequence[BlockHash], token_ids: Sequence[int], namespace: Namespace
+        self,
+        hashes: Sequence[BlockHash],
+        token_ids: Sequence[int],
+        namespace: Namespace,
+        known: Sequence[int] = (),
     ) -> Match:
         """Returns what holds the longest known prefix of `token_ids`; pending content too.
 
@@ -112,12 +116,14 @@ class Contents:
             hashes: Block hashes of `token_ids`, one per full block.
             token_ids: The tokens.
             namespace: What else their KV depends on.
+            known: The first blocks of the result, as far as the caller knows it.
         """
-        blocks: list[int] = []
-        parent: int | Namespace = namespace
+        blocks = list(known)
+        parent: int | Namespace = known[-1] if known else namespace
         size = self._block_size
-        start = 0
-        for block_hash in hashes:
+        start = len(known) * size
+        for index in range(len(known), len(hashes)):
+            block_hash = hashes[index]
             found = self._map.get(block_hash)
             if found is None:
                 break

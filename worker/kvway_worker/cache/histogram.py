@@ -45,10 +45,10 @@ class Histogram:
         self._total = 0.0
         self._reading: HistogramReading | None = None
 
-    def observe(self, value: float) -> None:
-        """Counts one value."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._total += value
+    def observe(self, value: float, times: int = 1) -> None:
+        """Counts one value, so many times."""
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
         self._reading = None
 
     def observe_unmeasured(self) -> None:

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 from kvway_core.blocks import Namespace
 from kvway_core.errors import InvariantViolated
-from kvway_worker.cache.block_content import BlockContent, Match, Tail, TailContent
+from kvway_worker.cache.block_content import BlockContent, Tail, TailContent
 from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.scheduling.lookup import PrefixLookup
 from kvway_worker.scheduling.sequence import Sequence
 from kvway_worker.scheduling.step import Copy
 
@@ -33,15 +34,24 @@ class BlockTables:
         1. A sequence only ever writes blocks that nobody else holds and that have no content.
     """
 
-    __slots__ = ("_copying", "_pool")
+    __slots__ = ("_copying", "_lookup", "_pool")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        self._lookup = PrefixLookup(pool)
         self._copying: set[Sequence] = set()
 
-    def num_uncached(self, seq: Sequence) -> int:
-        """Returns how many tokens would have to be computed if the sequence began now."""
-        found = self._match(seq)
+    def num_uncached(self, seq: Sequence, *, is_next: bool = False) -> int:
+        """Returns how many tokens would have to be computed if the sequence began now.
+
+        `open` can copy less than what is counted here: where there is no room for the block that
+        is copied, up to block_size - 1 tokens more are computed.
+
+        Args:
+            seq: A sequence without blocks.
+            is_next: It is opened next, or counted again: what is found is remembered.
+        """
+        found = self._lookup.again(seq) if is_next else self._lookup.once(seq)
         num_copied = found.tail.num_tokens if found.tail else 0
         num_cached = len(found.blocks) * self._pool.block_size + num_copied
         return max(1, seq.num_tokens - num_cached)
@@ -60,7 +70,7 @@ class BlockTables:
             the known tokens fit now.
         """
         pool, size = self._pool, self._pool.block_size
-        found = self._match(seq)
+        found = self._lookup.again(seq)
         hits, tail, shared = found.blocks, found.tail, None
         if len(hits) * size == seq.num_tokens:
             # Fully cached: one token is still computed to know the next one, on a copy of the
@@ -84,6 +94,7 @@ class BlockTables:
             ephemeral=seq.ephemeral,
             again=seq.cached_tokens is not None,
         )
+        self._lookup.forget(seq)
         seq.block_table = [*hits, *new]
         seq.num_published_blocks = len(hits)
         seq.num_computed_tokens = num_cached
@@ -213,6 +224,7 @@ class BlockTables:
         if seq not in self._copying and not seq.ephemeral:
             self._keep_tail(seq)
         self._copying.discard(seq)
+        self._lookup.forget(seq)
         held: list[int] = []
         for index, block in enumerate(seq.block_table):
             held.append(block)
@@ -231,11 +243,6 @@ class BlockTables:
             tokens = tuple(seq.token_ids[index * size : seq.num_computed_tokens])
             content = TailContent(self._parent(seq, index), tokens)
             self._pool.keep_tail(seq.block_table[index], content)
-
-    def _match(self, seq: Sequence) -> Match:
-        if seq.params.prompt_logprobs is not None:
-            return Match()
-        return self._pool.match(seq.chain.hashes, seq.token_ids, namespace=seq.namespace)
 
     def _parent(self, seq: Sequence, index: int) -> int | Namespace:
         """Returns the block before block `index`, as it is when the step is done."""

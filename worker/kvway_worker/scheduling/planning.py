@@ -20,9 +20,12 @@ from kvway_worker.scheduling.requests import Requests
 from kvway_worker.scheduling.sequence import Sequence, Status
 from kvway_worker.scheduling.step import Copy, Row
 
-MAX_RECOUNTS: Final = 16
-"""Waiting requests whose cached tokens are looked up in one plan, before the first one is taken
-as it is: bounds what a plan costs when the cache changed for many."""
+MAX_SENT_BACK: Final = 16
+"""Waiting requests that one plan sends back in the queue because the cache lacks more for them
+than when they were counted; after that the first one is taken as it is."""
+MAX_LOOKED_UP: Final = 2**17
+"""Tokens of waiting requests that one plan looks up, before the last one: nobody gets in after
+that. A request of 100,000 cached tokens takes about 10 ms, which everybody who runs waits for."""
 
 
 @dataclass(slots=True)
@@ -33,13 +36,15 @@ class PlannedStep:
         budget: Tokens it may still compute.
         rows: What it computes.
         copies: What it copies before, in order.
-        num_recounts: Waiting requests that were looked up for it.
+        num_sent_back: Waiting requests that went back in the queue.
+        num_looked_up: Tokens of waiting requests that were looked up.
     """
 
     budget: int
     rows: list[Row] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
-    num_recounts: int = 0
+    num_sent_back: int = 0
+    num_looked_up: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,11 @@ class Planner:
 
     def _admit(self, step: PlannedStep) -> None:
         """Moves waiting requests into the batch, in order, as long as the first one fits."""
-        while step.budget and (seq := self._next_waiting(step)) is not None:
+        while (
+            step.budget
+            and step.num_looked_up < MAX_LOOKED_UP
+            and (seq := self._next_waiting(step)) is not None
+        ):
             copies = self.tables.open(seq, step.budget)
             if copies is None:
                 return
@@ -121,18 +130,21 @@ class Planner:
         while (seq := waiting.head) is not None:
             if not self.requests.has_place(seq):
                 return None
-            if waiting.order == "arrival" or step.num_recounts == MAX_RECOUNTS:
+            is_last = step.num_looked_up >= MAX_LOOKED_UP
+            step.num_looked_up += seq.num_tokens
+            if is_last or step.num_sent_back == MAX_SENT_BACK:
                 return seq
-            step.num_recounts += 1
-            waiting.recount(seq, self.tables.num_uncached(seq))
+            waiting.recount(seq, self.tables.num_uncached(seq, is_next=True))
             if waiting.head is seq:
                 return seq
+            step.num_sent_back += 1
         return None
 
     def _draft(self, step: PlannedStep) -> None:
         """Lets decoding requests check drafts with what is left of the budget and blank blocks."""
         if not self.drafter.num_drafts:
             return
+        self.drafter.begin_plan()
         for index, row in enumerate(step.rows):
             seq = row.seq
             if row.is_prefill or not row.sampling:
