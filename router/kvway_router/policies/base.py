@@ -6,11 +6,15 @@ by the router and handed in with each choice; `decide` returns the next one.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from kvway_router.policies.reasons import Reason
+from kvway_router.policies.state import Sent
 from kvway_router.policy import (
     Candidate,
     Decision,
@@ -139,6 +143,20 @@ class View:
         least = min(values)
         equal = [c for c, found in zip(pool, values, strict=True) if found == least]
         return equal[self.state.draw(len(equal))]
+
+    def drawn(self, weights: Sequence[float]) -> Candidate:
+        """Returns a drawn candidate, each as likely as its weight is large; one is positive."""
+        mark = self.state.draw_share() * math.fsum(weights)
+        for candidate, reached in zip(self.candidates, accumulate(weights), strict=True):
+            if mark < reached:
+                return candidate
+        # Rounding may leave the mark at the very end.
+        return max(zip(weights, self.candidates, strict=True), key=itemgetter(0))[1]
+
+    def sent(self) -> dict[str, Sent]:
+        """Returns what each candidate was sent of late."""
+        totals = self.state.window.totals(now_s=self.now_s)
+        return {c.replica_id: totals.get(c.replica_id, Sent()) for c in self.candidates}
 
     def by_hash(self) -> list[Candidate]:
         """Returns the candidates in the order that the hash of the prompt's beginning gives."""

@@ -14,6 +14,8 @@ from kvway_router.policies.counting import (
     Random,
     RoundRobin,
 )
+from kvway_router.policies.gateways import Dynamo, LlmdSticky, LlmdWeighted, SglangCacheAware
+from kvway_router.policies.papers import Lmetric, PrebleE2
 from kvway_router.policies.state import PolicyState, Window
 
 DEFAULT_POLICY: Final = Cost.name
@@ -26,6 +28,12 @@ _ALL: Final[tuple[Policy, ...]] = (
     PowerOfTwo(),
     LeastUncachedWork(),
     ConsistentHash(),
+    SglangCacheAware(),
+    Dynamo(),
+    LlmdWeighted(),
+    LlmdSticky(),
+    PrebleE2(),
+    Lmetric(),
 )
 
 POLICIES: Final = {policy.name: policy for policy in _ALL}
