@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 from typing_extensions import override
 
 from kvway_core.prompts import PromptEncoder
+from kvway_core.testing.byte_model import write_byte_model
+from kvway_core.token_bytes import byte_alphabet
 from kvway_worker.api.fields import CHAT_FIELDS, COMPLETION_FIELDS
+from kvway_worker.api.sampling_fields import bad_word_runs
 from kvway_worker.scheduling.sequence import Sequence
 from kvway_worker.scheduling.step import StepPlan, StepResult
 from tests.worker.http_worker import IM_END, ScriptedEngine, chat, completion, serving
@@ -57,7 +61,7 @@ SAMPLING: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ),
     ({"logit_bias": {"5": 2, "7": -100}}, {"logit_bias": ((5, 2.0), (7, -100.0))}),
     ({"allowed_token_ids": [50, 48, 50]}, {"allowed_token_ids": frozenset({48, 50})}),
-    ({"bad_words": ["ab", " c"]}, {"bad_words": ((97, 98), (32, 97, 98), (32, 99))}),
+    ({"bad_words": ["ab", " c", "\n"]}, {"bad_words": ((97, 98), (32, 99), (10,))}),
 ]
 
 
@@ -72,6 +76,70 @@ async def test_how_tokens_are_chosen_reaches_the_engine(
         status, body, _ = await running.post(path, make(**fields))
     assert status == 200, body
     assert {name: getattr(engine.first.params, name) for name in params} == params
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [
+        (["cat"], {"cat", " cat"}),
+        ([" cat"], {" cat"}),
+        (["\n"], {"\n"}),
+        ([" "], {" "}),
+        (["dog"], {"dog"}),
+        (["cats", "cat"], {"cats", " cats", "cat", " cat"}),
+        (["cats", " cats"], {"cats", " cats"}),
+    ],
+)
+def test_a_bad_word_is_forbidden_inside_of_a_text_where_only_its_first_token_differs(
+    spaced_words: PromptEncoder, words: list[str], runs: set[str]
+) -> None:
+    """And no other word is: the vocabulary has "cat" and " cat", " dog" is a space and "dog"."""
+    encode = spaced_words.encode_text
+    assert set(bad_word_runs(words, spaced_words)) == {tuple(encode(run)) for run in runs}
+    assert [len(encode(text)) for text in ("cat", " cat", "\n", " \n")] == [1] * 4
+
+
+@pytest.fixture(scope="module")
+def spaced_words(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
+    """The byte model with one token for "cat", one for " cat" and one for " \\n"."""
+    folder = write_byte_model(tmp_path_factory.mktemp("spaced"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    space, line_break = (byte_alphabet()[ord(char)] for char in " \n")
+    for left, right in (("c", "a"), ("ca", "t"), (space, "cat"), (space, line_break)):
+        content["model"]["vocab"][left + right] = len(content["model"]["vocab"]) + 10
+        content["model"]["merges"].append([left, right])
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return PromptEncoder.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [IM_END], "min_tokens": 1}, "min_tokens"),
+        (
+            {"allowed_token_ids": [7, IM_END], "stop_token_ids": [7], "min_tokens": 1},
+            "min_tokens",
+        ),
+        ({"allowed_token_ids": [97, IM_END], "bad_words": ["a"], "min_tokens": 1}, "min_tokens"),
+        ({"stop_token_ids": list(range(258)), "min_tokens": 1}, "min_tokens"),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["a", "b"]}, "bad_words"),
+        ({"allowed_token_ids": [IM_END]}, None),
+        ({"allowed_token_ids": [IM_END], "min_tokens": 1, "ignore_eos": True}, None),
+        ({"allowed_token_ids": [97, IM_END], "min_tokens": 1}, None),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["a"]}, None),
+        ({"allowed_token_ids": [97, 98], "bad_words": ["aa", "ab"]}, None),
+        ({"allowed_token_ids": [97, IM_END], "bad_words": ["a"]}, None),
+        ({"stop_token_ids": list(range(257)), "ignore_eos": True, "min_tokens": 1}, None),
+    ],
+)
+async def test_fields_that_leave_no_token_to_choose_are_refused(
+    byte_model: Path, fields: dict[str, Any], param: str | None
+) -> None:
+    """Where it can be told before anything is computed."""
+    async with serving(byte_model, ScriptedEngine(b"ab")) as running:
+        status, body, _ = await running.post(COMPLETIONS, completion(**fields))
+    assert status == (200 if param is None else 400)
+    assert param is None or body["error"]["param"] == param
 
 
 async def test_priority_and_cache_hint_reach_the_engine(byte_model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import replace
 
 from kvway_core.api import ChatRequest, CompletionRequest
@@ -23,7 +24,8 @@ def sampling_params(
 
     Raises:
         ContextLengthExceeded: Prompt and answer do not fit the context.
-        InvalidRequest: A token id is none of the model's, or `min_tokens` do not fit.
+        InvalidRequest: A token id is none of the model's, `min_tokens` do not fit, or there is no
+            token to choose.
     """
     max_tokens = _max_tokens(request, num_prompt_tokens=num_prompt_tokens, model=model)
     min_tokens = request.min_tokens or 0
@@ -38,6 +40,12 @@ def sampling_params(
     model.check_vocabulary(list(bias), param="logit_bias")
     model.check_vocabulary(allowed or (), param="allowed_token_ids")
     model.check_vocabulary(stop_token_ids, param="stop_token_ids")
+    stops = frozenset(stop_token_ids)
+    if not request.ignore_eos:
+        stops |= model.encoder.eos_token_ids
+    bad_words = bad_word_runs(request.bad_words or (), model.encoder)
+    banned = frozenset(run[0] for run in bad_words if len(run) == 1)
+    _check_choice(allowed, banned, stops if min_tokens else frozenset(), model)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=_given(request.temperature, 1.0),
@@ -45,15 +53,14 @@ def sampling_params(
         top_k=max(0, request.top_k or 0),
         min_p=_given(request.min_p, 0.0),
         seed=seed,
-        stop_token_ids=frozenset(stop_token_ids)
-        | (frozenset() if request.ignore_eos else model.encoder.eos_token_ids),
+        stop_token_ids=stops,
         min_tokens=min_tokens,
         presence_penalty=_given(request.presence_penalty, 0.0),
         frequency_penalty=_given(request.frequency_penalty, 0.0),
         repetition_penalty=_given(request.repetition_penalty, 1.0),
         logit_bias=tuple(bias.items()),
         allowed_token_ids=None if allowed is None else frozenset(allowed),
-        bad_words=_bad_words(request.bad_words or (), model.encoder),
+        bad_words=bad_words,
         logprobs=request.num_logprobs,
         prompt_logprobs=_prompt_logprobs(request),
     )
@@ -104,16 +111,56 @@ def _asked_tokens(request: ChatRequest | CompletionRequest) -> tuple[int | None,
     return request.max_tokens, "max_tokens"
 
 
-def _bad_words(
-    words: tuple[()] | list[str], encoder: PromptEncoder
-) -> tuple[tuple[int, ...], ...]:
-    """Return the runs of tokens that write the words, at the beginning of a text and inside."""
-    runs = (
-        tuple(encoder.encode_text(text, add_special_tokens=False))
-        for word in words
-        for text in (word, " " + word.lstrip())
-    )
-    return tuple(dict.fromkeys(run for run in runs if run))
+def bad_word_runs(words: Collection[str], encoder: PromptEncoder) -> tuple[tuple[int, ...], ...]:
+    """Return the runs of tokens that write the words.
+
+    A vocabulary may have two tokens for the beginning of a word, one with the space before it. So
+    the word behind a space counts as well where it has as many tokens. Where it has more, the run
+    is that of another text, as for a word that brings its own white space.
+    """
+    runs: dict[tuple[int, ...], None] = {}
+    for word in words:
+        run = tuple(encoder.encode_text(word, add_special_tokens=False))
+        runs[run] = None
+        if word[0].isspace():
+            continue
+        inside = tuple(encoder.encode_text(" " + word, add_special_tokens=False))
+        if len(inside) == len(run):
+            runs[inside] = None
+    return tuple(run for run in runs if run)
+
+
+def _check_choice(
+    allowed: Collection[int] | None,
+    banned: frozenset[int],
+    stops: frozenset[int],
+    model: ServedModel,
+) -> None:
+    """Raise InvalidRequest if no token can come first.
+
+    Args:
+        allowed: The tokens that may be chosen, None for all.
+        banned: Tokens that `bad_words` forbids, whatever is before them.
+        stops: Tokens that `min_tokens` forbids at first.
+        model: Whose vocabulary.
+    """
+
+    def leaves_none(forbidden: frozenset[int]) -> bool:
+        if allowed is None:
+            return len(forbidden) >= model.encoder.vocab_size
+        return forbidden.issuperset(allowed)
+
+    if leaves_none(banned):
+        raise InvalidRequest(
+            "bad_words forbids every token that may be chosen; allow others, or forbid fewer.",
+            param="bad_words",
+        )
+    if stops and leaves_none(banned | stops):
+        raise InvalidRequest(
+            "min_tokens forbids end tokens and stop_token_ids at first, and no other token may be "
+            "chosen; set it to 0, or allow others.",
+            param="min_tokens",
+        )
 
 
 def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
