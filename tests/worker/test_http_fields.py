@@ -101,7 +101,7 @@ def test_a_bad_word_is_forbidden_inside_of_a_text_where_only_its_first_token_dif
 
 @pytest.fixture(scope="module")
 def spaced_words(tmp_path_factory: pytest.TempPathFactory) -> PromptEncoder:
-    """The byte model with one token for "cat", one for " cat" and one for " \\n"."""
+    """The byte model with one token for "cat", one for " cat", one for both white spaces."""
     folder = write_byte_model(tmp_path_factory.mktemp("spaced"))
     content = json.loads((folder / "tokenizer.json").read_text())
     space, line_break = (byte_alphabet()[ord(char)] for char in " \n")

@@ -110,6 +110,42 @@ async def test_an_echo_tells_the_prompt_as_well(byte_model: Path, *, stream: boo
     assert told["top_logprobs"][:2] == [None, {"A": 0.0, "bytes:\\xc3": -0.195}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "skip", "text", "offsets"),
+    [
+        ("a<|im_end|>b", True, "abé", [0, 1, 1, 2, 2]),
+        ("a<|im_end|>b", False, "a<|im_end|>bé", [0, 1, 11, 12, 12]),
+        ([97, 0xC3], True, "a\ufffdé", [0, 1, 2, 2]),
+    ],
+)
+async def test_the_offsets_of_an_echo_are_those_of_its_text(
+    byte_model: Path, prompt: Any, text: str, offsets: list[int], *, skip: bool, stream: bool
+) -> None:
+    """Special tokens are in both or in neither; prompt and answer share no character."""
+    request = completion(
+        prompt, echo=True, logprobs=0, max_tokens=2, skip_special_tokens=skip, ignore_eos=True
+    )
+    async with serving(byte_model, ScriptedEngine("é".encode())) as running:
+        if stream:
+            *events, _ = await running.events(COMPLETIONS, request)
+            choices = [event["choices"][0] for event in events]
+        else:
+            _, body, _ = await running.post(COMPLETIONS, request)
+            choices = body["choices"]
+    assert "".join(choice["text"] for choice in choices) == text
+    told = [at for choice in choices for at in choice["logprobs"]["text_offset"]]
+    assert told == offsets
+
+
+async def test_an_echo_tells_each_prompt_with_its_own_first_token(byte_model: Path) -> None:
+    request = completion(["ab", "cd"], n=2, echo=True, logprobs=0, max_tokens=1)
+    async with serving(byte_model, ScriptedEngine(b"x")) as running:
+        _, body, _ = await running.post(COMPLETIONS, request)
+    told = ["".join(choice["logprobs"]["tokens"]) for choice in body["choices"]]
+    assert told == [choice["text"] for choice in body["choices"]] == ["abx", "abx", "cdx", "cdx"]
+
+
 async def test_the_logprobs_of_a_prompt_are_in_vllms_form(byte_model: Path) -> None:
     """For a completion in each choice, for a chat once; the token itself first, with its rank."""
     request = completion("hi", prompt_logprobs=1, n=2)

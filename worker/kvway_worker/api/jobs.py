@@ -213,13 +213,11 @@ def _sequences(
 def _echoes(
     request: ChatRequest | CompletionRequest, prompts: list[list[int]], model: ServedModel
 ) -> tuple[str, ...]:
-    """Return what each answer begins with: the prompt as it was given, as far as it is kept."""
+    """Return what each answer begins with: the prompt as its tokens read, by the answer's rules.
+
+    So text and offsets of log probabilities agree, and what was cut off is not shown.
+    """
     if not (isinstance(request, CompletionRequest) and request.echo):
         return ("",) * len(prompts)
     skip = request.skip_special_tokens is not False
-    return tuple(
-        given
-        if isinstance(given, str) and request.truncate_prompt_tokens is None
-        else model.encoder.decode(prompt, skip_special_tokens=skip)
-        for given, prompt in zip(request.prompts, prompts, strict=True)
-    )
+    return tuple(model.encoder.decode(prompt, skip_special_tokens=skip) for prompt in prompts)

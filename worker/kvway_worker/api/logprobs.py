@@ -87,20 +87,37 @@ class CompletionWriter:
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = 0
 
-    def write(
-        self, tokens: Iterable[TokenLogprobs], *, first_token_id: int | None = None
+    def write(self, tokens: Iterable[TokenLogprobs]) -> CompletionLogprobs:
+        """Return what is told of these tokens, which follow those before."""
+        written = _nothing()
+        self._write_told(written, tokens)
+        return written
+
+    def write_echo(
+        self,
+        first_token_id: int,
+        prompt: Iterable[TokenLogprobs],
+        tokens: Iterable[TokenLogprobs],
     ) -> CompletionLogprobs:
-        """Return what is told of these tokens.
+        """Return what is told of a prompt and the beginning of its answer.
+
+        No character is made of pieces of both: each is decoded by itself.
 
         Args:
-            tokens: In the order of the text.
-            first_token_id: A token in front of them that nothing can be told of: a prompt's first.
+            first_token_id: The prompt's first token, of which nothing can be told.
+            prompt: Its other tokens.
+            tokens: The answer's first tokens.
         """
-        written = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
-        if first_token_id is not None:
-            self._write_token(written, first_token_id)
-            written.token_logprobs.append(None)
-            written.top_logprobs.append(None)
+        written = _nothing()
+        self._write_token(written, first_token_id)
+        written.token_logprobs.append(None)
+        written.top_logprobs.append(None)
+        self._write_told(written, prompt)
+        self._num_chars += len(self._text.decode(b"", final=True))
+        self._write_told(written, tokens)
+        return written
+
+    def _write_told(self, written: CompletionLogprobs, tokens: Iterable[TokenLogprobs]) -> None:
         for token in tokens:
             self._write_token(written, token.token_id)
             written.token_logprobs.append(_finite(token.logprob))
@@ -109,13 +126,16 @@ class CompletionWriter:
             for token_id, logprob in told:
                 top.setdefault(self._names(token_id), _finite(logprob))
             written.top_logprobs.append(top)
-        return written
 
     def _write_token(self, written: CompletionLogprobs, token_id: int) -> None:
         written.tokens.append(self._names(token_id))
         written.text_offset.append(self._num_chars)
         if not (self._skip_special_tokens and self._names.bytes_of.is_special(token_id)):
             self._num_chars += len(self._text.decode(self._names.bytes_of(token_id)))
+
+
+def _nothing() -> CompletionLogprobs:
+    return CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
 
 
 def prompt_logprobs(

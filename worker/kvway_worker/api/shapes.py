@@ -261,10 +261,8 @@ class CompletionShape:
             self._writers[part.index] = writer
         if not (self.head.extras.echo and part.is_first):
             return writer.write(part.logprobs)
-        return writer.write(
-            (*part.prompt_logprobs, *part.logprobs),
-            first_token_id=self.head.job.sequences[part.index].token_ids[0],
-        )
+        first_token_id = self.head.job.sequences[part.index].token_ids[0]
+        return writer.write_echo(first_token_id, part.prompt_logprobs, part.logprobs)
 
     def _completion(
         self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None
