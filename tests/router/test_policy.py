@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -12,32 +11,15 @@ from kvway_core.errors import NoReplicaAvailable
 from kvway_router.policies.reasons import Reason
 from kvway_router.policy import (
     Decision,
-    PolicyParams,
     Prompt,
     ReplicaLoad,
     choose,
     own_work_tokens,
     running_mean,
 )
+from tests.router.policy_cases import PARAMS, load
 
-PARAMS = PolicyParams()
 PROMPT = Prompt(num_tokens=1610, block_size=16, prefix_key=b"system")
-
-
-def load(name: str, **changes: Any) -> ReplicaLoad:
-    idle = ReplicaLoad(
-        replica_id=f"{name}:1",
-        queued_prefill_s=0.0,
-        queued_tokens=0,
-        num_prefills=0,
-        decode_step_s=0.0,
-        prefill_tokens_per_s=1000.0,
-        blocks_pinned=0,
-        blocks_total=1000,
-        in_flight=0,
-        blocks_held=0,
-    )
-    return dataclasses.replace(idle, **changes)
 
 
 def decide(*loads: ReplicaLoad, matches: dict[str, int] | None = None, **options: Any) -> Decision:

@@ -6,11 +6,10 @@ by the router and handed in with each choice; `decide` returns the next one.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import itemgetter
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from kvway_router.policies.reasons import Reason
@@ -146,12 +145,10 @@ class View:
 
     def drawn(self, weights: Sequence[float]) -> Candidate:
         """Returns a drawn candidate, each as likely as its weight is large; one is positive."""
-        mark = self.state.draw_share() * math.fsum(weights)
-        for candidate, reached in zip(self.candidates, accumulate(weights), strict=True):
-            if mark < reached:
-                return candidate
-        # Rounding may leave the mark at the very end.
-        return max(zip(weights, self.candidates, strict=True), key=itemgetter(0))[1]
+        reached = list(accumulate(weights))
+        mark = self.state.draw_share() * reached[-1]
+        # Rounding may put the mark at the very end.
+        return self.candidates[min(bisect_right(reached, mark), len(reached) - 1)]
 
     def sent(self) -> dict[str, Sent]:
         """Returns what each candidate was sent of late."""

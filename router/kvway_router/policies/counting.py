@@ -124,7 +124,7 @@ class ConsistentHash(Baseline):
     requests, this one counted; the next one of the hash's order is asked otherwise. The candidate
     with the fewest requests is always within its share. The order is a rendezvous hash's and not
     a ring's: as with a ring, a replica that comes or goes moves only its own prompts, and no ring
-    has to be built.
+    has to be built. Prompts shorter than a block share one beginning.
 
     Source: V. Mirrokni, M. Thorup and M. Zadimoghaddam, Consistent Hashing with Bounded Loads
     (2018); the rule for the share is KubeAI's PrefixHash.
