@@ -58,7 +58,7 @@ class Stepper:
         engine: What computes.
         scheduler: What is computed.
         clock: Measures steps and waits.
-        debug_invariants: Check the books after every step.
+        debug_invariants: Check the books when a step is planned, and when its result is in.
 
     Invariants:
         1. `live` has exactly the requests that the scheduler has, forks that have not begun
@@ -105,9 +105,15 @@ class Stepper:
         return True
 
     def plan(self) -> StepPlan:
-        """Decides the next step; without rows when there is nothing to do."""
+        """Decides the next step; without rows when there is nothing to do.
+
+        Raises:
+            InvariantViolated: If the books do not add up; only where they are checked.
+        """
         now_s = self._clock.monotonic()
         plan = self.scheduler.plan(now_s)
+        if self._debug_invariants:
+            self.scheduler.check_invariants()
         for row in plan.rows:
             if self._live[row.seq.request_id].scheduled_s is None:
                 for seq in (row.seq, *row.seq.forks):

@@ -463,7 +463,13 @@ class BlockPool:
         Complexity:
             O(n log n) for n blocks.
         """
-        state = PoolState(
+        state = self.state()
+        if problem := state.problem():
+            raise InvariantViolated(f"{problem}; {state}")
+
+    def state(self) -> PoolState:
+        """Returns the parts of the pool, to be checked and shown."""
+        return PoolState(
             refs=self._refs,
             hits=self._hits,
             min_hits=HITS_TO_PROTECT,
@@ -471,8 +477,6 @@ class BlockPool:
             free=self._free,
             pins=self._pins,
         )
-        if problem := state.problem():
-            raise InvariantViolated(f"{problem}; {state}")
 
     # --- inside -------------------------------------------------------------------------------
 

@@ -255,8 +255,14 @@ class Contents:
         found = list(self._children)
         if len(found) != len(expected) or set(found) != expected:
             return "the children are what is committed, and the tails"
-        begun = [(c[0], c[1][:length]) for c in expected for length in range(1, len(c[1]) + 1)]
         tails = {tuple(tail) for tail in self.tails.values()}
+        parents = {parent for parent, _ in tails}
+        begun = [
+            (parent, tokens[:length])
+            for parent, tokens, _ in expected
+            if parent in parents
+            for length in range(1, len(tokens) + 1)
+        ]
         if sum(beginning in tails for beginning in begun) != len(self.tails):
             return "no tail is the beginning of another child"
         if any(not 0 < len(tail.token_ids) < self._block_size for tail in self.tails.values()):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing_extensions import override
 
 from kvway_core.blocks import Namespace
+from kvway_worker.cache.block_content import Parent
 from kvway_worker.cache.contents import Contents
 from kvway_worker.cache.eviction import TIERS, FreeBlocks
 from kvway_worker.cache.pins import Pins
@@ -48,15 +49,14 @@ class PoolState:
 
     @override
     def __str__(self) -> str:
-        """Returns everything there is to see."""
+        """Returns everything there is to see, without tokens and without salts."""
         tiers = {tier: self.free.tier(tier) for tier in TIERS}
         pins = {pin.pin_id: self.pins.blocks(pin.pin_id) for pin in self.pins.infos()}
-        parents = {block: content.parent for block, content in self.contents}
+        parents = {block: _shown(content.parent) for block, content in self.contents}
+        tails = {block: _shown(tail.parent) for block, tail in self.contents.tails.items()}
         return (
             f"refs {list(self.refs)}, hits {list(self.hits)}, blank {self.free.blank}, {tiers}, "
-            f"parents {parents}, pending {self.contents.pending}, "
-            f"tails { {block: tail.parent for block, tail in self.contents.tails.items()} }, "
-            f"pins {pins}"
+            f"parents {parents}, pending {self.contents.pending}, tails {tails}, pins {pins}"
         )
 
     def _problem_of_places(self) -> str | None:
@@ -101,3 +101,8 @@ class PoolState:
             if self.hits[parent] < self.hits[block]:
                 return f"5: the parent {parent} of block {block} is hit as often"
         return None
+
+
+def _shown(parent: Parent) -> int | str:
+    """Returns a parent to be read by people; a namespace may have a secret salt."""
+    return parent if isinstance(parent, int) else "root"

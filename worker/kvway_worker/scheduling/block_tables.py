@@ -34,12 +34,12 @@ class BlockTables:
         1. A sequence only ever writes blocks that nobody else holds and that have no content.
     """
 
-    __slots__ = ("_copying", "_lookup", "_pool")
+    __slots__ = ("_lookup", "_pool", "_taking")
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._lookup = PrefixLookup(pool)
-        self._copying: set[Sequence] = set()
+        self._taking: set[Sequence] = set()
 
     def num_uncached(self, seq: Sequence, *, is_next: bool = False) -> int:
         """Returns how many tokens would have to be computed if the sequence began now.
@@ -98,11 +98,11 @@ class BlockTables:
         seq.block_table = [*hits, *new]
         seq.num_published_blocks = len(hits)
         seq.num_computed_tokens = num_cached
+        self._taking.add(seq)
         if tail is None:
             return ()
         if is_whole:
             seq.shared_blocks = {len(hits): tail.block_id}
-        self._copying.add(seq)
         return ((tail.block_id, new[0], tail.num_tokens),)
 
     def extend(self, seq: Sequence, end: int) -> tuple[Copy, ...] | None:
@@ -130,7 +130,7 @@ class BlockTables:
         seq.block_table[first] = own
         seq.block_table += new[1:]
         pool.free((source,))
-        self._copying.add(seq)
+        self._taking.add(seq)
         return ((source, own, num_rows),)
 
     def reserve(self, seq: Sequence, end: int) -> int:
@@ -180,6 +180,10 @@ class BlockTables:
         num_full = num_tokens // self._pool.block_size
         child.num_published_blocks = min(parent.num_published_blocks, num_full)
 
+    def takes_rows(self, seq: Sequence) -> bool:
+        """Says whether the rows in front of its next token come from others with this step."""
+        return seq in self._taking
+
     def publish(self, seq: Sequence, end: int) -> None:
         """Publishes the full blocks of [0, end) that are not yet.
 
@@ -209,7 +213,7 @@ class BlockTables:
 
     def take_shared(self, seq: Sequence) -> None:
         """Ends a step that was computed: copies are made, duplicates give way to what is found."""
-        self._copying.discard(seq)
+        self._taking.discard(seq)
         for index, shared in seq.shared_blocks.items():
             self._pool.free((seq.block_table[index],))
             seq.block_table[index] = shared
@@ -221,9 +225,9 @@ class BlockTables:
         What is computed of its last block stays in the pool, unless the request is ephemeral or
         the rows that it begins with are still to be copied.
         """
-        if seq not in self._copying and not seq.ephemeral:
+        if seq not in self._taking and not seq.ephemeral:
             self._keep_tail(seq)
-        self._copying.discard(seq)
+        self._taking.discard(seq)
         self._lookup.forget(seq)
         held: list[int] = []
         for index, block in enumerate(seq.block_table):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from kvway_core.errors import InvariantViolated
 from kvway_worker.cache.block_pool import BlockPool
 from kvway_worker.scheduling.block_tables import BlockTables
+from kvway_worker.scheduling.checks import SchedulerState
 from kvway_worker.scheduling.counters import Counters
 from kvway_worker.scheduling.drafts import Drafter
 from kvway_worker.scheduling.limits import Limits
@@ -271,28 +272,21 @@ class Scheduler:
         return True
 
     def check_invariants(self) -> None:
-        """Checks the pool's invariants, the queue's and those of the class.
+        """Checks the pool's invariants, the queue's, those of the class, and the step in flight.
 
         Raises:
-            InvariantViolated: If the books do not add up.
+            InvariantViolated: If the books do not add up; the message shows them.
 
         Complexity:
-            O(blocks + requests).
+            As `SchedulerState.check`.
         """
-        self.pool.check_invariants()
-        self._requests.check_invariants()
-        held = [0] * self.pool.num_blocks
-        for seq in self._running:
-            for block in (*seq.block_table, *seq.shared_blocks.values()):
-                held[block] += 1
-        if held != [self.pool.num_references(block) for block in range(self.pool.num_blocks)]:
-            raise InvariantViolated(f"4: requests hold {held}; {self.pool.free_order()} are free")
-        if self._in_flight is None:
-            behind = [seq.num_tokens - seq.num_computed_tokens for seq in self._running]
-            if sum(num > 1 for num in behind) > 1 or min(behind, default=1) < 1:
-                raise InvariantViolated(f"3: requests are {behind} tokens behind")
-            if self.pool.num_pending:
-                raise InvariantViolated(f"{self.pool.num_pending} blocks pending between steps")
+        SchedulerState(
+            limits=self.limits,
+            pool=self.pool,
+            tables=self._tables,
+            requests=self._requests,
+            plan=self._in_flight,
+        ).check()
 
     # --- results ----------------------------------------------------------------------------
 
