@@ -34,6 +34,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+import msgspec
 import xxhash
 
 from kvway_core.errors import NoReplicaAvailable
@@ -87,9 +88,10 @@ class Prompt:
     num_output_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
+class ReplicaLoad(msgspec.Struct, frozen=True, gc=False):
     """How busy one usable replica is, as the router knows it now.
+
+    A struct, as it is made for each replica and request: ten times faster than a dataclass.
 
     Attributes:
         replica_id: Its id.
@@ -116,8 +118,7 @@ class ReplicaLoad:
     blocks_held: int
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """What sending the request to one replica would cost; all times in seconds.
 
     Attributes:

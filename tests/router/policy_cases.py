@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+
+import msgspec
 
 from kvway_router.policies.base import Policy, Situation, decide
 from kvway_router.policies.registry import POLICIES, first_state
@@ -29,7 +30,7 @@ def load(name: str, **changes: Any) -> ReplicaLoad:
         in_flight=0,
         blocks_held=0,
     )
-    return dataclasses.replace(idle, **changes)
+    return msgspec.structs.replace(idle, **changes)
 
 
 def situation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from typing import Any
 
@@ -140,9 +139,9 @@ def test_whatever_the_order_everything_is_given_back_once(ledger: Ledger) -> Non
         charge.close()
         charge.token()
         charge.close()
-    assert load(ledger, "b") == dataclasses.replace(IDLE, replica_id="b:1")
+    assert load(ledger, "b") == msgspec.structs.replace(IDLE, replica_id="b:1")
     hear(ledger, "a:1", report())
-    assert load(ledger) == dataclasses.replace(IDLE, blocks_total=1000)
+    assert load(ledger) == msgspec.structs.replace(IDLE, blocks_total=1000)
 
 
 def test_a_long_request_is_never_forgotten(ledger: Ledger, clock: FakeClock) -> None:

@@ -75,8 +75,13 @@ def test_of_two_drawn_ones_the_one_with_more_requests_is_never_taken() -> None:
 
 
 def test_power_of_two_draws_every_pair_alike() -> None:
-    drawn = Counter(choose_many("power_of_two", situation(*IDLE), 3000))
-    assert all(900 < number < 1100 for number in drawn.values())
+    """Of the six pairs of four the emptiest wins three, the next one two, the third one."""
+    asked = situation(*(load(name, in_flight=number) for number, name in enumerate("abcd")))
+    drawn = Counter(choose_many("power_of_two", asked, 6000))
+    assert drawn["d"] == 0
+    assert 2800 < drawn["a"] < 3200
+    assert 1850 < drawn["b"] < 2150
+    assert 900 < drawn["c"] < 1100
 
 
 def test_least_uncached_work_weighs_the_queue_against_the_match() -> None:
