@@ -97,7 +97,10 @@ PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of a chat. `stop_reason`: the stop string or asked-for stop token that ended it."""
+    """One answer of a chat.
+
+    `stop_reason` is the stop string, or the token of `stop_token_ids`, that ended it; null else.
+    """
 
     index: int
     message: AssistantMessage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvway_core.api import ChatRequest, CompletionRequest
-from kvway_core.errors import InvalidRequest
+from kvway_core.errors import ContextLengthExceeded, InvalidRequest
 from kvway_core.prompts import PromptEncoder
 
 
@@ -21,32 +21,67 @@ def encode_prompts(
     Raises:
         InvalidRequest: As `PromptEncoder.render_chat`; or if more is to be kept than the context
             has room for.
+        ContextLengthExceeded: As `check_text_fits`, of a prompt that is not truncated.
     """
     keep = _kept_tokens(request, max_model_len=max_model_len)
-    prompts = _prompts(request, encoder)
-    return prompts if keep is None else [prompt[-keep:] for prompt in prompts]
+    param = "messages" if isinstance(request, ChatRequest) else "prompt"
+    prompts: list[list[int]] = []
+    for prompt in _prompts(request, encoder):
+        if isinstance(prompt, str):
+            if keep is None and max_model_len is not None:
+                check_text_fits(prompt, encoder, max_model_len=max_model_len, param=param)
+            tokens = encoder.encode_text(prompt, add_special_tokens=_adds_special(request))
+        else:
+            tokens = prompt
+        prompts.append(tokens if keep is None else tokens[-keep:])
+    return prompts
 
 
-def _prompts(request: ChatRequest | CompletionRequest, encoder: PromptEncoder) -> list[list[int]]:
-    if isinstance(request, ChatRequest):
-        starts_answer = request.add_generation_prompt
-        return [
-            encoder.encode_chat(
-                request.messages,
-                tools=request.tools,
-                add_generation_prompt=True if starts_answer is None else starts_answer,
-                continue_final_message=bool(request.continue_final_message),
-                kwargs=request.chat_template_kwargs,
-                add_special_tokens=bool(request.add_special_tokens),
-            )
-        ]
-    special = True if request.add_special_tokens is None else request.add_special_tokens
+def check_text_fits(text: str, encoder: PromptEncoder, *, max_model_len: int, param: str) -> None:
+    """Refuses a text that is too long for the context however it is tokenized.
+
+    So that the time it takes to refuse a text is bound by the context, not by the text. Where the
+    model's tokenizer allows no such bound, nothing is refused.
+
+    Raises:
+        ContextLengthExceeded: It leaves no room for an answer.
+    """
+    bound = encoder.token_bound
+    if bound is None:
+        return
+    least = bound.least_tokens(text)
+    if least >= max_model_len:
+        raise ContextLengthExceeded(
+            f"The prompt has {len(text)} characters, which are {least} tokens at least; the "
+            f"model's context has {max_model_len}, and the answer needs some of it. Shorten the "
+            "prompt.",
+            param=param,
+        )
+
+
+def _prompts(
+    request: ChatRequest | CompletionRequest, encoder: PromptEncoder
+) -> list[str | list[int]]:
+    """Returns the prompts as text, or as the token ids that were given."""
+    if isinstance(request, CompletionRequest):
+        return request.prompts
+    starts_answer = request.add_generation_prompt
     return [
-        encoder.encode_text(prompt, add_special_tokens=special)
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in request.prompts
+        encoder.render_chat(
+            request.messages,
+            tools=request.tools,
+            add_generation_prompt=True if starts_answer is None else starts_answer,
+            continue_final_message=bool(request.continue_final_message),
+            kwargs=request.chat_template_kwargs,
+        )
     ]
+
+
+def _adds_special(request: ChatRequest | CompletionRequest) -> bool:
+    """Says whether the tokenizer puts its own tokens around a text: most templates write them."""
+    if request.add_special_tokens is None:
+        return isinstance(request, CompletionRequest)
+    return request.add_special_tokens
 
 
 def _kept_tokens(

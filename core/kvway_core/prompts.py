@@ -18,6 +18,7 @@ from kvway_core.api import ChatMessage
 from kvway_core.chat_messages import plain_message
 from kvway_core.chat_template import ChatTemplate
 from kvway_core.errors import ConfigError, InvalidRequest
+from kvway_core.token_bounds import token_bound
 from kvway_core.token_bytes import TokenBytes
 
 _SPECIAL_TOKENS = (
@@ -41,6 +42,7 @@ class PromptEncoder:
         max_model_len: Tokens of prompt and answer together; None if the model does not say.
         vocab_size: Token ids are below this.
         has_chat_template: Whether `encode_chat` works.
+        token_bound: How few tokens a text can have; None if nothing is certain.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class PromptEncoder:
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
+        self.token_bound = token_bound(tokenizer)
 
     @classmethod
     def load(cls, model_dir: Path) -> PromptEncoder:
@@ -79,8 +82,8 @@ class PromptEncoder:
             tokenizer,
             template=_load_template(model_dir, tokenizer_config, special_tokens),
             eos_token_ids=frozenset(token for token in eos_token_ids if isinstance(token, int)),
-            max_model_len=_positive(model_config.get("max_position_embeddings")),
-            vocab_size=_positive(model_config.get("vocab_size")) or tokenizer.get_vocab_size(),
+            max_model_len=_size(model_config, "max_position_embeddings", "n_positions"),
+            vocab_size=_size(model_config, "vocab_size") or tokenizer.get_vocab_size(),
         )
 
     @property
@@ -321,6 +324,17 @@ def _load_template(
     )
 
 
-def _positive(value: object) -> int | None:
-    """Returns a positive whole number, None for anything else."""
-    return value if isinstance(value, int) and value > 0 else None
+def _size(config: Mapping[str, object], *names: str) -> int | None:
+    """Returns a positive whole number of a model's config, None if there is none.
+
+    Args:
+        config: The config; a model of more than text has a part for text of its own.
+        names: What the number may be called: GPT-2 has other names than most.
+    """
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for name in names:
+            value = part.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None

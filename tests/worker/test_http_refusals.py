@@ -215,6 +215,17 @@ async def test_what_does_not_fit_the_context_is_refused_with_the_numbers(
     assert all(number in body["error"]["message"].replace(",", "") for number in numbers)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/pins"])
+async def test_a_prompt_that_cannot_fit_is_refused_by_its_length(
+    running: Running, path: str
+) -> None:
+    """Before it is tokenized: its exact number of tokens is not told."""
+    body = completion("x" * 1000) if path == COMPLETIONS else {"prompt": "x" * 1000}
+    status, answer, _ = await running.post(path, body)
+    assert refused(status, answer) == (400, "context_length_exceeded", "prompt")
+    assert "at least" in answer["error"]["message"]
+
+
 async def test_a_chat_that_does_not_fit_names_its_field(running: Running) -> None:
     """Messages when the prompt alone is too long, else the limit that was given."""
     status, body, _ = await running.post(CHAT, chat("x" * 100))

@@ -11,8 +11,9 @@ from typing import Final
 
 from aiohttp import web
 
-from kvway_core.api import Pin, PinList, encode, parse_pin
+from kvway_core.api import Pin, PinList, PinRequest, encode, parse_pin
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, NotFound, RequestError
+from kvway_core.prompting import check_text_fits
 from kvway_core.web import json_response
 from kvway_worker.api.fields import PIN_FIELDS, check_fields
 from kvway_worker.api.handlers import read_request_body
@@ -97,23 +98,8 @@ def read_pin(body: bytes, model: ServedModel, *, arrival_s: float) -> PinJob:
     request = parse_pin(body)
     check_fields(body, PIN_FIELDS)
     model.check_name(request.model)
-    special = request.add_special_tokens
-    tokens: TokenIds[int]
-    if request.messages is not None:
-        tokens = model.encoder.encode_chat(
-            request.messages,
-            add_generation_prompt=False,
-            kwargs=request.chat_template_kwargs,
-            add_special_tokens=bool(special),
-        )
-    elif isinstance(request.prompt, str):
-        tokens = model.encoder.encode_text(
-            request.prompt, add_special_tokens=True if special is None else special
-        )
-    else:
-        tokens = request.prompt or ()
-        model.check_vocabulary(tokens, param="prompt")
     param = "prompt" if request.messages is None else "messages"
+    tokens = _prefix(request, model, param=param)
     if len(tokens) < model.block_size:
         raise InvalidRequest(
             f"The prefix has {len(tokens)} tokens and only full blocks of {model.block_size} can "
@@ -135,6 +121,23 @@ def read_pin(body: bytes, model: ServedModel, *, arrival_s: float) -> PinJob:
         arrival_s=arrival_s,
     )
     return PinJob(pin_id, sequence, DEFAULT_TTL_S if request.ttl_s is None else request.ttl_s)
+
+
+def _prefix(request: PinRequest, model: ServedModel, *, param: str) -> TokenIds[int]:
+    """Return the tokens to pin; of messages, those before the beginning of an answer."""
+    special = request.add_special_tokens
+    if request.messages is not None:
+        special = bool(special)
+        prompt: str | TokenIds[int] = model.encoder.render_chat(
+            request.messages, add_generation_prompt=False, kwargs=request.chat_template_kwargs
+        )
+    else:
+        prompt = request.prompt or ()
+    if isinstance(prompt, str):
+        check_text_fits(prompt, model.encoder, max_model_len=model.max_model_len, param=param)
+        return model.encoder.encode_text(prompt, add_special_tokens=special is not False)
+    model.check_vocabulary(prompt, param=param)
+    return prompt
 
 
 async def _compute_and_pin(job: PinJob, engine: EngineLoop) -> PinInfo:
