@@ -230,3 +230,21 @@ def test_check_invariants_compares_references_with_the_requests() -> None:
     bench.pool.allocate(1)
     with pytest.raises(InvariantViolated, match="4: requests hold"):
         bench.scheduler.check_invariants()
+
+
+def test_check_invariants_looks_at_how_far_each_request_is() -> None:
+    """Invariant 3: each has something to compute, and at most one more than a token."""
+    bench = Bench(20)
+    seqs = [
+        request(str(index), range(20 * index, 20 * index + 9), max_tokens=9) for index in (0, 1)
+    ]
+    bench.add(*seqs)
+    bench.step()
+    seqs[0].num_computed_tokens += 1
+    with pytest.raises(InvariantViolated, match=r"3: requests are \[0, 1\] tokens behind"):
+        bench.scheduler.check_invariants()
+    seqs[0].num_computed_tokens -= 3
+    bench.scheduler.check_invariants()
+    seqs[1].num_computed_tokens -= 1
+    with pytest.raises(InvariantViolated, match=r"3: requests are \[3, 2\] tokens behind"):
+        bench.scheduler.check_invariants()

@@ -51,6 +51,29 @@ def test_a_fully_cached_prompt_fits_where_it_fitted_before() -> None:
     assert second.cached_tokens == 32
 
 
+def test_a_fully_cached_prompt_that_waits_lacks_one_token() -> None:
+    bench = Bench(10, max_num_seqs=1)
+    bench.finish(request("0", COMMON))
+    bench.add(request("holder", [7], max_tokens=3))
+    bench.step()
+    bench.add(request("1", COMMON))
+    assert bench.scheduler.waiting_uncached_tokens() == 1
+
+
+def test_a_block_that_rows_are_copied_from_is_not_given_away_for_the_copy() -> None:
+    bench = Bench(6, block_size=4)
+    bench.finish(request("0", [1, 2, 3, 4, 5, 6], block_size=4))
+    bench.finish(request("others", range(100, 116), block_size=4))
+    assert bench.pool.num_blank == 0
+    assert bench.pool.tail(bench.pool.free_order()[0]) is not None, "the next one to be given away"
+    forked = request("1", [1, 2, 3, 4, 5, 7], block_size=4)
+    bench.finish(forked)
+    assert forked.cached_tokens == 5
+    again = request("2", [1, 2, 3, 4, 5, 6, 8], block_size=4)
+    bench.finish(again)
+    assert again.cached_tokens == 6
+
+
 def test_what_is_pending_is_not_copied() -> None:
     bench = Bench(10)
     first, second = request("0", COMMON, max_tokens=2), request("1", COMMON, max_tokens=2)
@@ -175,6 +198,7 @@ def test_p36_a_preempted_request_finds_its_blocks_again() -> None:
     assert bench.step() == {"0": 80, "1": 80}
     assert bench.step() == {"0": 1}
     assert bench.scheduler.counters.preemptions == 1
+    assert bench.scheduler.waiting_uncached_tokens() == second.num_uncached_tokens == 1
     bench.abort(first)
     assert bench.step() == {"1": 1}, "its prompt is still there"
     assert second.cached_tokens == 0, "fixed at first admission"

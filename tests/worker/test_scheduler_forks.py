@@ -84,7 +84,14 @@ def test_more_answers_than_places_are_refused() -> None:
 def test_forks_that_are_none_are_refused() -> None:
     bench = Bench(50)
     nested = family(1)[0]
-    for fork in (request("1", range(41)), request("1", PROMPT, salt="other"), nested):
+    for fork in (
+        request("1", range(41)),
+        request("1", PROMPT, salt="other"),
+        request("1", PROMPT, prompt_logprobs=0),
+        request("1", PROMPT, priority=1),
+        request("1", PROMPT, ephemeral=True),
+        nested,
+    ):
         with pytest.raises(ValueError, match="a fork has the prompt of its request"):
             bench.add(request("0", PROMPT, forks=[fork]))
     with pytest.raises(InvalidRequest, match="max_tokens must be at least 1"):
@@ -165,6 +172,18 @@ def test_an_heir_in_the_queue_has_waited_as_long_as_its_leader() -> None:
     assert fork.status is Status.WAITING
 
 
+def test_an_heir_in_the_queue_lacks_what_its_leader_lacked() -> None:
+    bench = Bench(20, max_num_seqs=3, queue_order="shortest")
+    bench.finish(request("seed", range(32)))
+    leader, fork = family(1)
+    bench.add(leader, request("other", range(100, 120)))
+    assert bench.scheduler.waiting_uncached_tokens() == 8 + 20
+    bench.abort(leader)
+    assert bench.scheduler.waiting_uncached_tokens() == 8 + 20
+    assert fork.num_uncached_tokens == 8
+    assert list(bench.step().items()) == [("fork 1", 8), ("other", 20)]
+
+
 def test_a_leader_aborted_between_chunks_leaves_what_it_computed() -> None:
     bench = Bench(20, budget=16, max_num_seqs=4, queue_order="shortest")
     leader, first, second = family(2)
@@ -173,6 +192,7 @@ def test_a_leader_aborted_between_chunks_leaves_what_it_computed() -> None:
     bench.step()
     bench.add(request("later", [1, 2, 3]))
     bench.abort(leader)
+    assert first.num_uncached_tokens == 8
     row = list(bench.step().items())
     assert row == [("fork 1", 8), ("later", 3)], "it is first in line and finds the blocks"
     finish(bench)

@@ -170,6 +170,39 @@ def test_a_long_prompt_is_not_overtaken_for_ever() -> None:
     assert num_before == 320 // 40, "the next one ranks 40 + 0.5 * 320: no better than 200"
 
 
+def test_generated_tokens_are_work_too() -> None:
+    bench = Bench(100, max_num_seqs=1, queue_order="shortest", ageing=1.0)
+    bench.add(request("holder", [7], max_tokens=30))
+    bench.step()
+    bench.add(request("long", range(100, 130)))
+    for _ in range(25):
+        assert bench.step() == {"holder": 1}
+    bench.add(request("short", range(200, 210)))  # it ranks 10 + 25
+    assert order_of_first_steps(bench) == ["holder", "long", "short"]
+
+
+def test_rows_that_find_no_room_to_be_copied_from_are_less_than_a_block() -> None:
+    """The bound on a wait: who overtakes may lack block_size - 1 tokens more than was counted."""
+    bench = Bench(6, block_size=4, queue_order="shortest")
+    bench.finish(request("seed", [1] * 8, block_size=4))
+    bench.add(request("holder", [9] * 13, max_tokens=9, block_size=4))
+    bench.step()
+    first, second = request("0", [5] * 3, block_size=4), request("1", [1] * 8, block_size=4)
+    bench.add(first, second)
+    assert (first.num_uncached_tokens, second.num_uncached_tokens) == (3, 1)
+    assert list(bench.step().items()) == [("holder", 1), ("1", 1 + 4 - 1)]
+
+
+def test_everyone_who_lacks_more_than_was_counted_goes_back() -> None:
+    bench = Bench(6, max_num_seqs=1, queue_order="shortest")
+    bench.finish(request("seed", range(64)))
+    warm = [request(str(index), [*range(64), *range(index, index + 6)]) for index in range(4)]
+    bench.add(request("holder", range(1000, 1090), max_tokens=2, priority=-1), *warm)
+    bench.step()  # the holder takes all six blocks: nothing is left of the seed
+    bench.add(request("cold", range(500, 520)))
+    assert order_of_first_steps(bench)[:2] == ["holder", "cold"]
+
+
 def test_a_request_whose_cache_was_given_up_goes_back_in_the_queue() -> None:
     """Section 6 no 14: hits count as they are at admission, for the order as for the blocks."""
     bench = Bench(6, max_num_seqs=1, queue_order="shortest")

@@ -94,7 +94,6 @@ class BlockTables:
             ephemeral=seq.ephemeral,
             again=seq.cached_tokens is not None,
         )
-        self._lookup.forget(seq)
         seq.block_table = [*hits, *new]
         seq.num_published_blocks = len(hits)
         seq.num_computed_tokens = num_cached

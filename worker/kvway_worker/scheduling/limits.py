@@ -42,8 +42,8 @@ class Limits:
         Raises:
             ContextLengthExceeded: If prompt and answer do not fit the context or the pool.
             InvalidRequest: If no token is asked for, or more answers than run at once.
-            ValueError: If the sequence was made for another block size, or a fork has another
-                prompt than its request, or forks of its own.
+            ValueError: If the sequence was made for another block size, or a fork differs from
+                its request in more than its id and how its answer is chosen.
         """
         if seq.namespace.block_size != self.block_size:
             raise ValueError(
@@ -58,9 +58,11 @@ class Limits:
             )
         self._validate_length(seq)
         for fork in seq.forks:
-            same = fork.namespace == seq.namespace and fork.token_ids == seq.token_ids
-            if fork.forks or not same:
-                raise ValueError("a fork has the prompt of its request, and no forks")
+            if fork.forks or _what_forks_share(fork) != _what_forks_share(seq):
+                raise ValueError(
+                    "a fork has the prompt of its request, asks for as many of its log "
+                    "probabilities, matters and is kept as much, and has no forks"
+                )
             self._validate_length(fork)
 
     def _validate_length(self, seq: Sequence) -> None:
@@ -81,3 +83,9 @@ class Limits:
             raise ContextLengthExceeded(
                 f"{what}; the KV cache of this worker holds {capacity}. Shorten one of them."
             )
+
+
+def _what_forks_share(seq: Sequence) -> tuple[object, ...]:
+    """Returns what is done once for a request and its forks, so that they must want the same."""
+    wanted = seq.params.prompt_logprobs, seq.priority, seq.ephemeral
+    return (seq.namespace, seq.token_ids, *wanted)

@@ -34,7 +34,7 @@ class PrefixLookup:
 
     Invariants:
         1. It returns what the pool's `match` returns; nothing for a request that reads no cache.
-        2. It remembers one request at most, which waits.
+        2. It remembers one request at most.
     """
 
     __slots__ = ("_found", "_pool")
@@ -70,7 +70,7 @@ class PrefixLookup:
         return found
 
     def forget(self, seq: Sequence) -> None:
-        """Drops what is remembered of a request that does not wait any more."""
+        """Drops what is remembered of a request that has ended."""
         if self._found is not None and self._found.seq is seq:
             self._found = None
 

@@ -3,8 +3,9 @@
     priority ──> preempted ones ──> rank = uncached tokens + ageing * work done before it came
     (lower first)  (by arrival)     (or the order of arrival alone)
 
-Work is counted in tokens that the scheduler planned, so the order depends on nothing but what was
-asked and computed. Ageing never changes a rank: it makes whoever comes later start further back.
+Work is counted in tokens that the scheduler planned, guesses aside, so the order depends on
+nothing but what was asked and computed. Ageing never changes a rank: it makes whoever comes later
+start further back.
 """
 
 from __future__ import annotations
@@ -72,13 +73,16 @@ class WaitingQueue:
     only if `uncached(S) + ageing * work(S) < uncached(R) + ageing * work(R)`. From this follows
     the bound on R's wait, with U the most uncached tokens that R had while it waited:
 
-    * whoever overtakes R is shorter than U, and came before U / ageing tokens of work were
-      planned after R had come;
+    * whoever overtakes R is counted with less than U, and came before U / ageing tokens of work
+      were planned after R had come;
+    * it computes less than U + block_size - 1: where it gets in and finds no room for a block to
+      copy rows from, it computes these rows, which were counted as cached;
     * from then on only those are ahead of R that wait already, at most as many as the queue
       holds, and nobody joins them but running requests that are preempted.
 
     A request keeps its `work` when its uncached tokens are counted anew: it can only move by as
-    much as the cache changed for it.
+    much as the cache changed for it. All of this holds for who is counted when it gets in; behind
+    as many look-ups as a plan makes at most (`planning`) one is taken with its last count.
 
     Args:
         order: "shortest" uncached work first, or the order of "arrival".
@@ -168,9 +172,7 @@ class WaitingQueue:
             for seq in tuple(self._by_hash.get(hashes[index], {}).values()):
                 num_blocks = _num_shared(hashes, seq.chain.hashes, start=index)
                 num_cached = num_blocks * seq.namespace.block_size
-                self.recount(
-                    seq, min(seq.num_uncached_tokens, max(1, seq.num_tokens - num_cached))
-                )
+                self.recount(seq, max(1, seq.num_tokens - num_cached))
 
     def check_invariants(self) -> None:
         """Checks the invariants of the class.
