@@ -258,6 +258,24 @@ def test_what_the_folder_says_about_the_model(tmp_path: Path, encoder: PromptEnc
     assert (other.vocab_size, other.max_model_len) == (VOCAB_SIZE, None)
 
 
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        ({"n_positions": 128, "vocab_size": 300}, (300, 128)),
+        ({"text_config": {"max_position_embeddings": 64, "vocab_size": 400}}, (400, 64)),
+        ({"max_position_embeddings": 32, "text_config": {"n_positions": 64}}, (VOCAB_SIZE, 32)),
+        ({"max_position_embeddings": 0, "text_config": None}, (VOCAB_SIZE, None)),
+    ],
+)
+def test_sizes_are_found_by_the_names_that_models_give_them(
+    tmp_path: Path, config: dict[str, object], sizes: tuple[int, int | None]
+) -> None:
+    write_byte_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    encoder = PromptEncoder.load(tmp_path)
+    assert (encoder.vocab_size, encoder.max_model_len) == sizes
+
+
 def test_truncation_in_the_file_does_not_shorten_prompts(tmp_path: Path) -> None:
     write_byte_model(tmp_path)
     content = json.loads((tmp_path / "tokenizer.json").read_text())

@@ -53,6 +53,7 @@ class ScriptedEngine:
         fails_at: frozenset[int] | None = None,
     ) -> None:
         self.num_blocks = num_blocks
+        self.max_model_len = num_blocks * self.block_size
         self._script = list(script)
         self._fails_at = fails_at or frozenset()
         self._num_steps = 0

@@ -82,6 +82,7 @@ def test_the_example_file_has_every_option_and_they_parse(tmp_path: Path) -> Non
         ("--kv-events-replay-port needs", (*SILENT, "--kv-events-replay-port", "5558")),
         ("--kv-events-buffer needs --kv-events", (*SILENT, "--kv-events-buffer", "5")),
         ("--num-blocks must be at most 1048576", (*SIM, "--num-blocks", "100000000000")),
+        ("--kv-cache-gib must be at most", ("--model", "m", "--kv-cache-gib", "1e300")),
         ("--block-size must be at most 1024", (*SIM, "--block-size", "1000000000")),
         (
             "--num-blocks (1048576) times --block-size (65) must be at most 67108864 tokens",

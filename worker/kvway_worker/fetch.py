@@ -285,11 +285,14 @@ def convert_gguf(gguf: Path, into: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+    )
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent,
         gguf_file=gguf.name,
         dtype=torch.float32,
+        trust_remote_code=False,
         quantization_config=GgufConfig(dequantize=True),
     ).to(torch.bfloat16)
     model.config.dtype = torch.bfloat16

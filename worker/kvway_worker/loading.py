@@ -17,7 +17,7 @@ from kvway_worker.api.served_model import ServedModel
 from kvway_worker.cache.block_pool import BlockPool
 from kvway_worker.engine import Engine
 from kvway_worker.scheduling.scheduler import Scheduler
-from kvway_worker.settings import SIM_NUM_BLOCKS, TORCH_KV_CACHE_GIB, WorkerSettings
+from kvway_worker.settings import SIM_NUM_BLOCKS, WorkerSettings
 from kvway_worker.sim import CostModel, SimEngine
 
 _log = structlog.get_logger(__name__)
@@ -105,8 +105,6 @@ def _torch_engine(settings: WorkerSettings, model_dir: Path) -> Engine:
     from kvway_worker.torch_engine.engine import TorchEngine
 
     gib = settings.kv_cache_gib
-    if gib is None and settings.num_blocks is None:
-        gib = TORCH_KV_CACHE_GIB
     return TorchEngine(
         model_dir,
         dtype=settings.dtype,
@@ -137,7 +135,7 @@ def _printable_ids(encoder: PromptEncoder) -> list[int]:
 
 
 def _max_model_len(settings: WorkerSettings, encoder: PromptEncoder, engine: Engine) -> int:
-    """Return the context: as configured, else the model's, and never more than the pool holds.
+    """Return the context: as configured, else what both the model's files and the engine allow.
 
     Raises:
         ConfigError: More is configured than the model or the pool has.
@@ -148,15 +146,16 @@ def _max_model_len(settings: WorkerSettings, encoder: PromptEncoder, engine: Eng
     if asked is not None:
         if limit is not None and asked > limit:
             raise ConfigError([f"--max-model-len {asked}: the model's context is {limit} tokens"])
-        if asked > capacity:
+        if asked > engine.max_model_len:
             raise ConfigError(
                 [f"--max-model-len {asked}: the KV blocks hold {capacity} tokens; add blocks"]
             )
         return asked
-    if limit is None or limit > capacity:
+    if limit is not None and limit <= engine.max_model_len:
+        return limit
+    if engine.max_model_len == capacity:
         _log.warning("context_limited_by_kv_blocks", max_model_len=capacity, model_context=limit)
-        return capacity
-    return limit
+    return engine.max_model_len
 
 
 def _fingerprint(settings: WorkerSettings, model_dir: Path) -> str:

@@ -14,10 +14,10 @@ from kvway_core.web import DEFAULT_MAX_BODY_BYTES
 from kvway_worker.scheduling.waiting import AGEING
 
 SIM_NUM_BLOCKS: Final = 4096
-TORCH_KV_CACHE_GIB: Final = 1.0
 MAX_BLOCK_SIZE: Final = 1024
 MAX_NUM_THREADS: Final = 512
 MAX_NUM_BLOCKS: Final = 2**20
+MAX_KV_CACHE_GIB: Final = 2**20
 MAX_NUM_DRAFTS: Final = 64
 MAX_NGRAM: Final = 64
 MAX_AGEING: Final = 1000.0
@@ -114,7 +114,9 @@ class WorkerSettings:
         help="fill the prefix cache but never read it: for comparing cold answers with warm ones",
     )
     deterministic: bool = option(
-        False, help="answers equal bit for bit, cold or warm, alone or in a batch; slower"
+        False,
+        help="answers equal bit for bit, cold or warm, alone or in a batch; slower, and only for"
+        " the llama, mistral, qwen2 and qwen3 families",
     )
     debug_invariants: bool = option(
         False, help="check the block pool's books after every step; slow"
@@ -268,6 +270,7 @@ _NOT_NEGATIVE: Final = (
 )
 _AT_MOST: Final = (
     ("num_blocks", MAX_NUM_BLOCKS),
+    ("kv_cache_gib", MAX_KV_CACHE_GIB),
     ("block_size", MAX_BLOCK_SIZE),
     ("num_threads", MAX_NUM_THREADS),
     ("ageing", MAX_AGEING),

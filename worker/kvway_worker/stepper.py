@@ -42,6 +42,11 @@ class Engine(Protocol):
         """Blocks it has room for."""
         ...
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest request that it can compute."""
+        ...
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes a step: copies first, then the KV of all rows, then what the rows read."""
         ...

@@ -24,7 +24,8 @@ from kvway_kernels.api import PagedPlan, paged_attention, write_kv
 from kvway_worker.torch_engine.kv_cache import PagedKVCache
 from kvway_worker.torch_engine.linear import Product, can_pack, joined, product
 
-_FAMILIES: Final = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+"""What it computes, by transformers' names."""
 
 _PRODUCTS: Final = {
     "self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -176,7 +177,7 @@ def supports(model: Any) -> bool:
     A model of the families with a setting that we do not know is left to transformers.
     """
     config = model.config
-    if config.model_type not in _FAMILIES or config.hidden_act != "silu":
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return False
     head_dim: int = model.model.layers[0].self_attn.head_dim
     if 2 * len(model.model.rotary_emb.inv_freq) != head_dim or model.lm_head.bias is not None:

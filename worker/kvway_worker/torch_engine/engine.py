@@ -18,9 +18,16 @@ from kvway_worker.scheduling.sequence import Sequence as Request
 from kvway_worker.scheduling.step import Row, StepPlan, StepResult
 from kvway_worker.torch_engine.calls import Part, calls
 from kvway_worker.torch_engine.choosing import choose
+from kvway_worker.torch_engine.comparing import (
+    CHECK_TOKENS,
+    check_positions,
+    check_prompt,
+    check_scores,
+)
+from kvway_worker.torch_engine.decoder import FAMILIES
 from kvway_worker.torch_engine.kv_cache import PagedKVCache, blocks_to_allocate
 from kvway_worker.torch_engine.logprobs import token_logprobs
-from kvway_worker.torch_engine.model import HuggingFaceModel, StepContext
+from kvway_worker.torch_engine.model import HuggingFaceModel, StepContext, first_line
 from kvway_worker.torch_engine.sampling import check_finite
 
 _log: Final = structlog.get_logger()
@@ -39,11 +46,15 @@ _DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class TorchEngine:
     """A model on this machine, stepping batches. Used by one thread at a time.
 
-    Loading runs one small step, so that the first request is not the one that pays for it.
+    Loading runs one small step, so that the first request is not the one that pays for it. A model
+    that runs in transformers' code also has to show that it computes a short prompt in two chunks
+    on the paged cache as it does in one call without.
 
-    In the deterministic mode (float32 on a CPU) the model is only ever called with the same number
-    of rows, and attention with the same shapes. What a token's scores are then depends on nothing
-    but the tokens before it, bit for bit: not on the batch, the chunks, or what was cached.
+    In the deterministic mode (float32 on a CPU, models of our own decoder) the model is only ever
+    called with the same number of rows, and attention with the same shapes. What a token's scores
+    are then depends on nothing but the tokens before it, bit for bit: not on the batch, the
+    chunks, or what was cached. Other models may choose shapes by what is in the batch, as mixtures
+    of experts do: they are refused.
 
     Args:
         model_dir: a folder as `kvway fetch` makes it.
@@ -82,6 +93,12 @@ class TorchEngine:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         model = HuggingFaceModel(model_dir, dtype=torch_dtype, device=torch_device)
+        if deterministic and not model.has_own_decoder:
+            problem = (
+                f"--deterministic does not work with this model of type {model.model_type!r}: "
+                f"only with {', '.join(FAMILIES)} without sliding windows"
+            )
+            raise ConfigError([problem])
         if max_model_len is not None and max_model_len > model.max_model_len:
             problem = (
                 f"--max-model-len {max_model_len} is more than the {model.max_model_len} tokens "
@@ -104,10 +121,13 @@ class TorchEngine:
         self._cache = PagedKVCache(shape, num_blocks=self.num_blocks, device=torch_device)
         self._deterministic = deterministic
         try:
-            self._warm_up()
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
-            problem = f"the model in {model_dir} does not run on the paged cache: {error}"
-            raise ConfigError([problem.splitlines()[0]]) from error
+            with torch.inference_mode():
+                self._warm_up()
+                if not model.has_own_decoder:
+                    self._check_scores()
+        except Exception as error:  # a family's own code may raise anything
+            problem = f"model {model.model_type!r} in {model_dir} does not run on the paged cache"
+            raise ConfigError([f"{problem}: {first_line(error)}"]) from error
         _log.info(
             "torch_engine_loaded",
             model_dir=str(model_dir),
@@ -184,23 +204,52 @@ class TorchEngine:
         return logits[:num_kept]
 
     def _warm_up(self) -> None:
-        """Run a prefill and a decode step on blocks that nobody owns yet; leaves them zero."""
-        num_tokens = min(_WARM_UP_TOKENS, self.num_blocks * self.block_size)
-        blocks = range(-(-num_tokens // self.block_size))
+        """Run a prefill and a decode step."""
+        num_tokens = min(_WARM_UP_TOKENS, self.max_model_len)
+        self._compute([0] * num_tokens, chunks=(num_tokens - 1, 1), num_scored=1)
+
+    def _check_scores(self) -> None:
+        """Compare the model on the paged cache with itself without.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        num_tokens = min(CHECK_TOKENS, self.max_model_len)
+        prompt = check_prompt(self.vocab_size, num_tokens)
+        token_ids = torch.tensor(prompt, device=self._model.device)
+        expected = self._model.plain_forward(token_ids, None)
+        positions = torch.arange(num_tokens, device=self._model.device)
+        check_positions(self._model.plain_forward(token_ids, positions), expected)
+        chunks = (num_tokens // 3, num_tokens - num_tokens // 3)
+        scores = self._compute(prompt, chunks=chunks, num_scored=num_tokens)
+        check_scores(scores, expected)
+
+    def _compute(
+        self, token_ids: Sequence[int], *, chunks: Sequence[int], num_scored: int
+    ) -> Tensor:
+        """Compute tokens chunk after chunk on blocks that nobody owns yet; leaves them zero.
+
+        Shapes: result [at most num_scored of the last tokens of each chunk, vocab_size].
+        """
         seq = Request(
             "warm-up",
-            [0] * num_tokens,
+            token_ids,
             params=SamplingParams(max_tokens=1),
             namespace=Namespace("warm-up", block_size=self.block_size),
         )
-        with torch.inference_mode():
-            for start, end in ((0, num_tokens - 1), (num_tokens - 1, num_tokens)):
-                size = end - start
-                row = Row(seq, start, size, [0] * size, blocks, sampling=(seq,))
-                for parts in self._calls([row] if size else []):
-                    self._forward(parts)
-            for layer in (*self._cache.k, *self._cache.v):
-                layer[: len(blocks)] = 0
+        blocks = range(-(-len(token_ids) // self.block_size))
+        scores: list[Tensor] = []
+        start = 0
+        for size in filter(None, chunks):
+            ids = token_ids[start : start + size]
+            # What is scored beside the last token passes for drafts.
+            num_drafts = min(size, num_scored) - 1
+            row = Row(seq, start, size, ids, blocks, sampling=(seq,), num_drafts=num_drafts)
+            scores += [self._forward(parts) for parts in self._calls([row])]
+            start += size
+        for layer in (*self._cache.k, *self._cache.v):
+            layer[: len(blocks)] = 0
+        return torch.cat(scores)
 
 
 def _take_prompt_logprobs(

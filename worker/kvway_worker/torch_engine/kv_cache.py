@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvway_core.errors import ConfigError
+from kvway_worker.settings import MAX_NUM_BLOCKS
 
 DEFAULT_KV_CACHE_BYTES = 2**30
 
@@ -54,13 +55,21 @@ def blocks_to_allocate(
         max_model_len: tokens of the longest request, which must fit; None asks for one block.
 
     Raises:
-        ConfigError: both are given, or the longest request does not fit.
+        ConfigError: both are given, the memory is for more blocks than a pool may have, or the
+            longest request does not fit.
     """
     if num_blocks is not None and kv_cache_bytes is not None:
         raise ConfigError(["give either the number of KV blocks or their memory, not both"])
     if num_blocks is None:
         budget = DEFAULT_KV_CACHE_BYTES if kv_cache_bytes is None else kv_cache_bytes
         num_blocks = budget // shape.bytes_per_block
+        if num_blocks > MAX_NUM_BLOCKS and kv_cache_bytes is not None:
+            problem = (
+                f"--kv-cache-gib: {budget / 2**30:.6g} GiB are {num_blocks} KV blocks, and a pool "
+                f"has at most {MAX_NUM_BLOCKS}: give --num-blocks {MAX_NUM_BLOCKS}, or less"
+            )
+            raise ConfigError([problem])
+        num_blocks = min(num_blocks, MAX_NUM_BLOCKS)
     needed = -(-(max_model_len or 1) // shape.block_size)
     if num_blocks < needed:
         mib = needed * shape.bytes_per_block / 2**20

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AttentionInterface,
@@ -34,7 +33,6 @@ _PLAIN_KEYWORDS: Final = frozenset(
     {
         "cache",
         "dropout",
-        "is_causal",
         "output_attentions",
         "output_hidden_states",
         "position_embeddings",
@@ -44,6 +42,15 @@ _PLAIN_KEYWORDS: Final = frozenset(
     }
 )
 """What models pass to attention that does not change plain causal attention in inference."""
+
+_SIZES: Final = (
+    "hidden_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "max_position_embeddings",
+    "vocab_size",
+)
+"""What the configuration has to tell."""
 
 _VARYING_ROPE: Final = frozenset({"dynamic", "longrope"})
 """Rotary embeddings whose angles depend on the longest request: cached keys would be wrong."""
@@ -71,17 +78,33 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    scaling: float,
-    kvway_step: StepContext,
+    kvway_step: StepContext | None = None,
+    scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Store a layer's new keys and values and attend: transformers' attention interface.
 
     Shapes: query [1, Hq, T, D]; key, value [1, Hkv, T, D]; result [1, T, Hq, D].
 
+    Args:
+        module: a layer's attention.
+        query: the queries.
+        key: the keys.
+        value: the values.
+        attention_mask: None, else the model needs a mask of its own.
+        kvway_step: what the model was called with; None from a model that does not hand it on.
+        scaling: factor on the scores; 1 / sqrt(D) where a model gives none, as in transformers.
+        others: what else the model gives; a module's own `is_causal` counts where this has none.
+
     Raises:
-        ConfigError: the model asks for more than plain causal attention.
+        ConfigError: the model asks for more than plain causal attention once per layer.
     """
+    kind = type(module).__name__
+    if kvway_step is None:
+        raise ConfigError([f"{kind} hands nothing of a call on to attention"])
+    is_causal = others.pop("is_causal", None)
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ConfigError([f"{kind} lets tokens see later ones"])
     strange = [
         name
         for name, setting in others.items()
@@ -89,15 +112,16 @@ def _attend(
     ]
     if strange or attention_mask is not None:
         strange += [] if attention_mask is None else ["attention_mask"]
-        raise ConfigError(
-            [f"{type(module).__name__} needs {', '.join(strange)} in attention: not supported"]
-        )
+        raise ConfigError([f"{kind} needs {', '.join(strange)} in attention"])
     layer = module.layer_idx
+    if layer in kvway_step.layers_seen:
+        raise ConfigError([f"{kind} attends twice in a layer"])
+    kvway_step.layers_seen.add(layer)
     k, v = kvway_step.cache.k[layer], kvway_step.cache.v[layer]
     write_kv(k, v, key[0].transpose(0, 1), value[0].transpose(0, 1), kvway_step.plan)
     rows = query[0].transpose(0, 1)
-    out = paged_attention(rows, k, v, kvway_step.plan, scale=scaling)
-    kvway_step.layers_seen.add(layer)
+    scale = rows.shape[-1] ** -0.5 if scaling is None else scaling
+    out = paged_attention(rows, k, v, kvway_step.plan, scale=scale)
     return out[None], None
 
 
@@ -127,17 +151,30 @@ class HuggingFaceModel:
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         self._config = _read_config(folder)
         text = self._config.get_text_config()
-        model = _load_weights(folder, self._config, dtype=dtype).to(device).eval()
+        model = _load_weights(folder, self._config, dtype=dtype, device=device)
         self._model = Decoder(model) if own_decoder and supports(model) else model
         self.dtype = dtype
         self.device = device
         self.vocab_size: int = text.vocab_size
         self.max_model_len: int = text.max_position_embeddings
         self.num_layers: int = text.num_hidden_layers
-        self.num_kv_heads: int = getattr(text, "num_key_value_heads", text.num_attention_heads)
+        self.num_kv_heads: int = (
+            getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        )
         self.head_dim: int = (
             getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         )
+
+    @property
+    def model_type(self) -> str:
+        """Its family, as transformers names it."""
+        name: str = self._config.model_type
+        return name
+
+    @property
+    def has_own_decoder(self) -> bool:
+        """Whether our decoder computes it, and not transformers' code."""
+        return isinstance(self._model, Decoder)
 
     def kv_shape(self, block_size: int) -> KVShape:
         """Return what one block of this model's KV looks like."""
@@ -172,20 +209,43 @@ class HuggingFaceModel:
         if len(step.layers_seen) != self.num_layers:
             problem = (
                 f"{type(self._model).__name__} attends in {len(step.layers_seen)} of its "
-                f"{self.num_layers} layers: not supported"
+                f"{self.num_layers} layers"
             )
             raise ConfigError([problem])
+        return logits
+
+    def plain_forward(self, token_ids: Tensor, positions: Tensor | None) -> Tensor:
+        """Compute a prompt with transformers' own attention, without blocks.
+
+        For models that our decoder does not compute. Nothing else may compute meanwhile.
+
+        Shapes: token_ids, positions int64 [T]; result [T, vocab_size].
+
+        Args:
+            token_ids: the prompt.
+            positions: of its tokens; None leaves them to the model.
+        """
+        model: Any = self._model
+        model.set_attn_implementation("eager")
+        try:
+            logits: Tensor = model(
+                input_ids=token_ids[None],
+                position_ids=None if positions is None else positions[None],
+                use_cache=False,
+            ).logits[0]
+        finally:
+            model.set_attn_implementation(ATTENTION_NAME)
         return logits
 
 
 def _read_config(folder: Path) -> Any:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        problems = _unsupported(config)
+    except Exception as error:  # whatever a family's own code makes of an odd file
         raise ConfigError(
-            [f"cannot read {folder / 'config.json'}: {_first_line(error)}"]
+            [f"cannot read {folder / 'config.json'}: {first_line(error)}"]
         ) from error
-    problems = _unsupported(config)
     if problems:
         raise ConfigError([f"model {config.model_type!r} in {folder}: {p}" for p in problems])
     return config
@@ -203,15 +263,16 @@ def _unsupported(config: Any) -> list[str]:
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in _VARYING_ROPE:
         problems.append(f"rotary embeddings of type {rope['rope_type']} are not supported")
-    problems += [
-        f"the configuration has no {name}: not supported"
-        for name in ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-        if getattr(text, name, None) is None
-    ]
+    for name in _SIZES:
+        size = getattr(text, name, None)
+        if size is None:
+            problems.append(f"the configuration has no {name}: not supported")
+        elif not isinstance(size, int) or size < 1:
+            problems.append(f"the configuration has {name} {size!r}: it must be 1 or more")
     return problems
 
 
-def _load_weights(folder: Path, config: Any, *, dtype: torch.dtype) -> Any:
+def _load_weights(folder: Path, config: Any, *, dtype: torch.dtype, device: torch.device) -> Any:
     bars = hf_logging.is_progress_bar_enabled()
     hf_logging.disable_progress_bar()  # a worker's stderr is its log
     try:
@@ -222,10 +283,12 @@ def _load_weights(folder: Path, config: Any, *, dtype: torch.dtype) -> Any:
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError([f"cannot load the model in {folder}: {_first_line(error)}"]) from error
+        model = model.to(device).eval()
+    except Exception as error:  # a family's own code, a quantizer that is not installed, no memory
+        raise ConfigError([f"cannot load the model in {folder}: {first_line(error)}"]) from error
     finally:
         if bars:
             hf_logging.enable_progress_bar()
@@ -237,5 +300,10 @@ def _load_weights(folder: Path, config: Any, *, dtype: torch.dtype) -> Any:
     return model
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def first_line(error: Exception) -> str:
+    """Return what an error says first, with its kind if it is of somebody else's code."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    lines = str(error).strip().splitlines()
+    name = type(error).__name__
+    return f"{name}: {lines[0]}" if lines else name
