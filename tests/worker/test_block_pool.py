@@ -6,14 +6,14 @@ publishing and reset. There is no null block, so ids and counts start at 0 and N
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from kvway_core.blocks import BlockHash, Namespace, block_hashes, event_hash
 from kvway_core.errors import InvariantViolated, OutOfBlocks
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvway_worker.cache.block_content import BlockContent, Match, TailContent
+from kvway_worker.cache.block_content import BlockContent, Match
 from kvway_worker.cache.block_pool import BlockPool
 
 NAMESPACE = Namespace("m", block_size=4)
@@ -325,102 +325,3 @@ def test_a_stored_event_continues_from_its_parent() -> None:
         BlockStored([*rest], root, PROMPT[4:], 4),
         BlockStored([event_hash(hashes(branch)[1])], root, [8, 8, 8, 8], 4),
     ]
-
-
-def _lose_a_block(pool: BlockPool) -> None:
-    pool._free._blank.pop()
-
-
-def _hold_a_free_block(pool: BlockPool) -> None:
-    pool._refs[pool.free_order()[0]] = 1
-
-
-def _forget_content(pool: BlockPool) -> None:
-    pool._contents.forget(3)
-
-
-def _forget_in_map(pool: BlockPool) -> None:
-    pool._contents._map.popitem()
-
-
-def _pending_nobody_holds(pool: BlockPool) -> None:
-    pool._contents._pending[2] = None
-
-
-def _ephemeral_nobody_holds(pool: BlockPool) -> None:
-    pool._contents._ephemeral.add(2)
-
-
-def _hold_a_tail(pool: BlockPool) -> None:
-    pool._hold(3)
-
-
-def _lose_a_child(pool: BlockPool) -> None:
-    pool._contents._children.remove(1, tuple(PROMPT[8:]), 2)
-
-
-def _keep_what_is_there(pool: BlockPool) -> None:
-    pool._contents.tails[4] = TailContent(2, (50,))
-    pool._contents._children.add(2, (50,), 4)
-    pool._free._blank.remove(4)
-    pool._free.put(4, "probation")
-
-
-def _protect_without_hits(pool: BlockPool) -> None:
-    pool._free.take(0)
-    pool._free.put(0, "protected")
-
-
-def _pin_without_a_pin(pool: BlockPool) -> None:
-    pool._free.take(0)
-    pool._free.put(0, "pinned")
-
-
-def _hit_a_child_alone(pool: BlockPool) -> None:
-    pool._hits[2] = 1
-
-
-def _forget_who_waits(pool: BlockPool) -> None:
-    pool.pin("p", hashes([*PROMPT, 1, 1, 1, 1])[3:], expires_s=1.0)
-    pool._pins._waiting.clear()
-
-
-def _pin_over_quota(pool: BlockPool) -> None:
-    pool._pins.add("p", hashes(range(100)), 1.0)
-
-
-def _evict_head_first(pool: BlockPool) -> None:
-    pool._free._tiers["probation"].move_to_end(0, last=False)
-
-
-@pytest.mark.parametrize(
-    ("damage", "invariant"),
-    [
-        (_lose_a_block, "1: every block is in exactly one place"),
-        (_hold_a_free_block, "1: every block is in exactly one place"),
-        (_forget_content, "2: cached blocks have content"),
-        (_forget_in_map, "3: the map holds exactly"),
-        (_pending_nobody_holds, "2: pending and ephemeral content is in"),
-        (_evict_head_first, "5: the parent 0 of block 1 outlives it"),
-        (_ephemeral_nobody_holds, "2: pending and ephemeral content is in"),
-        (_hold_a_tail, "2: nobody holds a tail"),
-        (_lose_a_child, "3: the children are what is committed, and the tails"),
-        (_keep_what_is_there, "3: no tail is the beginning of another child"),
-        (_protect_without_hits, "4: what is protected was hit again"),
-        (_pin_without_a_pin, "4: free blocks that a pin holds are in its tier"),
-        (_hit_a_child_alone, "5: the parent 1 of block 2 is hit as often"),
-        (_forget_who_waits, "3: pins wait for the first block that is not there"),
-        (_pin_over_quota, "3: pins keep to their quota"),
-    ],
-)
-def test_check_invariants_names_what_is_broken(
-    damage: Callable[[BlockPool], None], invariant: str
-) -> None:
-    pool, table = holding(6, [*PROMPT, 50, 51])
-    pool.keep_tail(table[3], TailContent(table[2], (50, 51)))
-    pool.free(table)
-    pool.check_invariants()
-    damage(pool)
-    with pytest.raises(InvariantViolated, match=invariant) as raised:
-        pool.check_invariants()
-    assert all(word in str(raised.value) for word in ("refs", "hits", "blank", "pins", "tails"))

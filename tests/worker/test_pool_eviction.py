@@ -146,6 +146,19 @@ def test_what_leaves_protected_is_the_youngest_on_probation() -> None:
     assert [free.pop() for _ in range(2)] == [(1, "probation"), (2, "protected")]
 
 
+def test_after_a_reset_blocks_are_given_away_in_the_order_in_which_they_were_used() -> None:
+    """P34: the oldest first, and all of them before those that were blank."""
+    free = FreeBlocks(6)
+    for _ in range(4):
+        free.pop()
+    free.put(3, "protected")
+    for block in (2, 0, 1):
+        free.put(block, "probation")
+    free.clear()
+    assert free.num_cached == 0
+    assert [free.pop() for _ in range(6)] == [(block, None) for block in (2, 0, 1, 3, 4, 5)]
+
+
 def test_p5_nothing_can_be_taken_from_no_free_blocks() -> None:
     free = FreeBlocks(1)
     assert free.pop() == (0, None)

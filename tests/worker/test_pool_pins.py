@@ -105,6 +105,16 @@ def test_more_than_the_share_is_refused_and_changes_nothing() -> None:
     pin(pool, [*range(50, 58)], "q")
 
 
+def test_a_pin_that_is_replaced_leaves_what_it_shares_to_the_other() -> None:
+    pool = BlockPool(20, 4)  # five blocks may be pinned
+    pin(pool, PREFIX)
+    pin(pool, [*PREFIX[:8], 50, 51, 52, 53], "q")
+    with pytest.raises(PinQuotaExceeded, match="these are 6, and 5 may be pinned"):
+        pin(pool, [*range(60, 72)], "q")
+    pin(pool, [*range(60, 68)], "q")
+    assert [(info.pin_id, info.num_blocks) for info in pool.pins()] == [("p", 3), ("q", 2)]
+
+
 def test_what_is_not_cached_counts_for_the_quota() -> None:
     pool = BlockPool(20, 4)
     pin(pool, list(range(20)))
