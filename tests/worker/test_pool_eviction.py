@@ -91,6 +91,21 @@ def test_a_scan_of_twice_the_pool_leaves_what_was_hit_twice(num_blocks: int) -> 
     assert pool.evictions["probation"] >= num_blocks
 
 
+@pytest.mark.parametrize(("num_blocks", "num_left"), [(5, 3), (6, 2), (7, 1), (8, 0), (10, 0)])
+def test_a_scan_takes_what_others_that_were_hit_twice_pushed_out(
+    num_blocks: int, num_left: int
+) -> None:
+    """The limit of protection: all that was hit twice shares a fifth, here eight blocks."""
+    pool = BlockPool(40, 4)
+    for _ in range(7):
+        serve(pool, SYSTEM)
+    for _ in range(3):
+        serve(pool, [500, *range(4 * num_blocks - 1)])
+    for prompt in unique(80 // 3):
+        serve(pool, prompt)
+    assert num_found(pool, [*SYSTEM, 1])[0] == num_left
+
+
 def test_a_scan_does_evict_what_was_hit_once() -> None:
     """The control: without the second hit the same scan takes it."""
     pool = BlockPool(20, 4)

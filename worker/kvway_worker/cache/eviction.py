@@ -8,8 +8,8 @@
                                          └─────┘ what is more than protected may hold
 
 Segmented LRU (Karedla, Love, Wherry: Caching strategies to improve disk system performance, 1994):
-what was hit only by chance passes through probation and cannot push out what is hit again and
-again, however much of it there is.
+what is not hit again passes through probation and cannot push out what is protected, however much
+of it there is. What is protected is only pushed out by more of the kind, the oldest first.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 PROTECTED_SHARE: Final = 0.2
 """Of all blocks, how many may be in `protected`.
 
-Enough for what everybody's prompts begin with. More is worse than plain LRU on real traces: what
-is protected and not used any more keeps out what could be (docs/decisions/0008).
+More is worse than plain LRU on real traces: what is protected and not used any more keeps out what
+could be (docs/decisions/0008).
 """
 
 
