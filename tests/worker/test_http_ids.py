@@ -110,10 +110,10 @@ async def test_a_request_is_known_by_the_id_of_its_answer_as_well(byte_model: Pa
             first = await response.content.readuntil(b"\n\n")
             answer_id = json.loads(first.removeprefix(b"data: "))["id"]
             _, told, _ = await running.post("/abort_requests", {"request_ids": [answer_id]})
+            assert told == {"aborted": [answer_id], "not_running": []}
             engine.let(10)
             rest = await response.text()
         _, late, _ = await running.post("/abort_requests", {"request_ids": [answer_id, "mine"]})
-    assert told == {"aborted": [answer_id], "not_running": []}
     assert '"finish_reason":"abort"' in rest
     assert late == {"aborted": [], "not_running": [answer_id, "mine"]}
 
