@@ -13,6 +13,7 @@ import torch
 
 from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
 from kvway_worker.torch_engine import TorchEngine
+from kvway_worker.torch_engine.decoder import FAMILIES
 from tests.worker.torch_models import Driver, write_model
 
 NUM_NEW = 30
@@ -179,6 +180,16 @@ def test_tokens_and_logprobs_are_the_same_bit_for_bit(engine: TorchEngine, kind:
     assert len(expected.token_ids) >= 20
     for run in RUNS:
         assert run(engine, KINDS[kind]) == expected, run
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_that_may_be_deterministic_is(tmp_path: Path, model_type: str) -> None:
+    """Those of our own decoder."""
+    folder = write_model(tmp_path, model_type, sliding_window=None)
+    engine = TorchEngine(folder, device="cpu", num_blocks=256, deterministic=True)
+    expected = alone(engine, KINDS["sampled"])
+    for run in (on_a_copied_tail, in_chunks_of(7), in_a_batch, with_drafts_in_a_batch):
+        assert run(engine, KINDS["sampled"]) == expected, run
 
 
 @pytest.mark.parametrize("num_drafts", [0, 4])
