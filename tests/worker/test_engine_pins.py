@@ -8,6 +8,7 @@ import pytest
 
 from kvway_core.errors import PinQuotaExceeded, ShuttingDown
 from kvway_core.testing.fake_clock import FakeClock
+from kvway_worker.api.pins_api import PinJob, _compute_and_pin
 from kvway_worker.scheduling.sequence import Sequence
 from tests.worker.batching import request
 from tests.worker.looping import LoopWorker, worker
@@ -108,3 +109,16 @@ async def test_a_pin_ends_in_time_though_nobody_asks_for_anything() -> None:
         assert w.loop.load().num_pinned_blocks == 2
         while w.loop.load().num_pinned_blocks:  # noqa: ASYNC110 - a thread counts
             await asyncio.sleep(0.01)
+
+
+async def test_whoever_leaves_while_a_pin_is_answered_leaves_none_behind() -> None:
+    async with worker() as w:
+        job = PinJob("p", prompt("p"), ttl_s=60.0)
+        task = asyncio.create_task(_compute_and_pin(job, w.loop))
+        await asyncio.sleep(0)  # it asks
+        while not w.pool.pins():
+            pass  # the step thread pins, and this loop has not heard of it
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await w.loop.pins() == []

@@ -371,4 +371,4 @@ async def test_connections_that_do_not_end_are_cut(monkeypatch: pytest.MonkeyPat
     await runner.setup()
     with capture_logs() as logs:
         await serving._say_farewell(runner)
-    assert [line["event"] for line in logs] == ["connections_cut"]
+    assert "connections_cut" in [line["event"] for line in logs], "others may log meanwhile"

@@ -152,8 +152,8 @@ async def _compute_and_pin(job: PinJob, engine: EngineLoop) -> PinInfo:
         KvwayError: What `EngineLoop.pin` and `EngineLoop.submit` raise.
     """
     hashes = tuple(job.sequence.chain.hashes)
-    await engine.pin(job.pin_id, hashes, ttl_s=job.ttl_s)
     try:
+        await engine.pin(job.pin_id, hashes, ttl_s=job.ttl_s)
         (stream,) = engine.submit(job.sequence)
         async with aclosing(stream):
             async for _ in stream:
