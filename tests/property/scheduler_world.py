@@ -115,6 +115,8 @@ class World:
         self._num_requests = 0
         self._expected: dict[str, list[int]] = {}
         self._cached: dict[str, int] = {}
+        self._num_looked_up = 0
+        self._num_found = 0
         self._replay = Replay()
 
     def add(self, wish: Wish) -> None:
@@ -152,6 +154,7 @@ class World:
         assert self.plan is None
         had_work = self.scheduler.has_work
         running = [seq for seq in self.live if seq.status is Status.RUNNING]
+        new = [seq for seq in self.live if seq.cached_tokens is None]
         num_preempted = self.scheduler.counters.preemptions
         plan = self.scheduler.plan(now_s=float(self.engine.num_steps))
         assert bool(plan.rows) == had_work, "whoever is there makes progress"
@@ -166,6 +169,10 @@ class World:
             lost = [seq for seq in running if seq.status is Status.WAITING]
             worst = max((seq.priority, seq.arrival_index) for seq in left)
             assert all((seq.priority, seq.arrival_index) > worst for seq in lost), "P37"
+        for seq in planned:
+            if seq in new:  # P40: at its first admission, and never again
+                self._num_looked_up += seq.num_prompt_tokens
+                self._num_found += seq.cached_tokens or 0
         for row in plan.rows:
             assert not row.num_drafts or row.sampling == (row.seq,), "no drafts in a prefill"
             assert row.seq.num_output_tokens + row.num_drafts < row.seq.params.max_tokens
@@ -237,8 +244,8 @@ class World:
         counters = self.scheduler.counters
         assert counters.num_accepted <= counters.num_drafts
         read = self.pool.stats.read()
-        assert read.hits + sum(read.misses.values()) == counters.prefix_cache_queries
-        assert read.hits == counters.prefix_cache_hits
+        assert read.hits + sum(read.misses.values()) == self._num_looked_up
+        assert read.hits == self._num_found
         self._check_events()
         for seq in self.live:
             self._check_answer(seq)

@@ -202,7 +202,7 @@ def test_p36_a_preempted_request_finds_its_blocks_again() -> None:
     bench.abort(first)
     assert bench.step() == {"1": 1}, "its prompt is still there"
     assert second.cached_tokens == 0, "fixed at first admission"
-    assert bench.scheduler.counters.prefix_cache_queries == 160, "counted once"
+    assert bench.pool.stats.read().queries == 160, "counted once"
     for _ in run(bench.scheduler, bench.engine):
         pass
     assert second.output_token_ids == answer(range(100, 180), 12)

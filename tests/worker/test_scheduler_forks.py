@@ -116,13 +116,13 @@ def test_forks_are_cached_as_their_leader_and_counted_with_it() -> None:
     """P40: the prompt is looked up once."""
     bench = Bench(50)
     bench.finish(request("seed", PROMPT))
-    before = bench.scheduler.counters.prefix_cache_queries
+    before = bench.pool.stats.read().queries
     leader, *forks = family(2, [*PROMPT, 7, 8])
     bench.finish(leader)
     assert leader.cached_tokens is not None
     assert leader.cached_tokens >= 32
     assert [fork.cached_tokens for fork in forks] == [leader.cached_tokens] * 2
-    assert bench.scheduler.counters.prefix_cache_queries - before == 42
+    assert bench.pool.stats.read().queries - before == 42
 
 
 def test_one_answer_can_end_at_once() -> None:

@@ -114,7 +114,7 @@ def test_without_prefix_caching_nothing_is_shared_and_nothing_counted() -> None:
     plan = bench.scheduler.plan()
     assert scheduled(plan) == {"1": 16}, "four blocks for the first, none for the second"
     assert (second.cached_tokens, third.cached_tokens) == (0, None)
-    assert bench.scheduler.counters.prefix_cache_hits == 0
+    assert bench.pool.stats.read().hits == 0
 
 
 def test_a_salt_keeps_blocks_apart() -> None:
@@ -227,16 +227,15 @@ def test_p40_statistics_count_a_request_once_however_often_it_is_tried() -> None
     holder = request("holder", range(100, 132), max_tokens=20)
     bench.add(holder)
     bench.step()
-    counters = bench.scheduler.counters
-    queries, hits = counters.prefix_cache_queries, counters.prefix_cache_hits
+    before = bench.pool.stats.read()
     bench.add(request("retried", [*range(32), *range(50, 82)]))
     for _ in range(3):
         bench.step()
-    assert counters.prefix_cache_queries == queries
+    assert bench.pool.stats.read().queries == before.queries
     bench.abort(holder)
     bench.step()
-    assert counters.prefix_cache_queries - queries == 64
-    assert counters.prefix_cache_hits - hits == 32
+    after = bench.pool.stats.read()
+    assert (after.queries - before.queries, after.hits - before.hits) == (64, 32)
 
 
 def test_p10_the_worked_example_gives_away_the_oldest() -> None:

@@ -96,11 +96,6 @@ class Pins:
         """Returns how many blocks pins hold."""
         return len(self._by_block)
 
-    @property
-    def num_named(self) -> int:
-        """Distinct blocks that pins are to keep, there or not."""
-        return len(self._named)
-
     def infos(self) -> list[PinInfo]:
         """Returns every pin, the oldest first."""
         return [pin.info() for pin in self._pins.values()]

@@ -10,8 +10,6 @@ class Counters:
     """Totals since the start.
 
     Attributes:
-        prefix_cache_queries: Prompt tokens looked up; once per request, none for forks.
-        prefix_cache_hits: Prompt tokens whose KV was reused; once per request, none for forks.
         generated_tokens: Tokens of answers.
         preemptions: Times a request lost its blocks and waited again.
         num_draft_rows: Times drafts of a request were computed.
@@ -19,8 +17,6 @@ class Counters:
         num_accepted: Drafts that the model agreed with.
     """
 
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
     num_draft_rows: int = 0

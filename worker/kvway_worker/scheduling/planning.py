@@ -190,8 +190,6 @@ class Planner:
     def _count_admission(self, seq: Sequence) -> None:
         """Counts what a request found in the cache when it first got in."""
         seq.cached_tokens = seq.num_computed_tokens
-        self.counters.prefix_cache_queries += seq.num_prompt_tokens
-        self.counters.prefix_cache_hits += seq.cached_tokens
         self.pool.stats.admitted(
             hashes=seq.chain.hashes,
             token_ids=seq.token_ids,
