@@ -15,7 +15,7 @@ from kvway_worker.scheduling.sequence import Sequence
 from kvway_worker.scheduling.step import Row, StepPlan
 from kvway_worker.stepper import Stepper
 from kvway_worker.streams import Stream
-from tests.worker.batching import Bench, request
+from tests.worker.batching import Bench, OneHash, request
 
 SEED = list(range(8))
 """Two blocks that are there, with nothing behind."""
@@ -147,8 +147,12 @@ def _publish_too_much(at: Scene) -> None:
     at.seqs["hit"].num_published_blocks += 1
 
 
-def _publish_too_little(at: Scene) -> None:
-    at.seqs["first"].num_published_blocks -= 1
+def _write_behind_what_is_found(at: Scene) -> None:
+    """A block that others find, where the request is to write its next tokens."""
+    table = at.seqs["hit"].block_table
+    at.pool.free([table[-1]])
+    table[-1] = at.seqs["first"].block_table[1]
+    at.pool.touch(table[-1])
 
 
 def _not_told_how_much_was_cached(at: Scene) -> None:
@@ -181,11 +185,11 @@ def _takes_between_steps(at: Scene) -> None:
     [
         (_hold_twice, "table 1: each block once"),
         (_too_few_blocks, "table 1: .* one for each computed token: 'first'"),
-        (_swap, "table 2: block . holds what it should: 'first'"),
-        (_other_tokens, "table 2: block . holds what it should: 'first'"),
-        (_other_hash, "table 2: block . holds what it should: 'first'"),
+        (_swap, "table 2: block . has the content of the request: 'first'"),
+        (_other_tokens, "table 2: block . has the content of the request: 'first'"),
+        (_other_hash, "table 2: block . has the content of the request: 'first'"),
         (_publish_too_much, "table 2: what is published is computed: 'hit'"),
-        (_publish_too_little, "table 3: block . has content"),
+        (_write_behind_what_is_found, "table 3: block . has the content of the request: 'hit'"),
         (_not_told_how_much_was_cached, "table 4: None of 11 tokens"),
         (_all_cached, "table 4: 11 of 11 tokens"),
         (_nothing_to_compute, "3: requests are .* behind"),
@@ -212,6 +216,21 @@ def test_what_is_shared_without_content_is_the_same() -> None:
     assert leader.block_table == fork.block_table
     fork.token_ids[5] = 99
     seen(Scene(bench, {}, StepPlan(0, ())), "table 3: 'leader' and 'fork' share block 1")
+
+
+def test_what_one_fork_publishes_is_right_for_the_others() -> None:
+    """The hash of their block was taken when they began; the room that one needs sets it free."""
+    bench = Bench(3, block_size=4)
+    bench.finish(request("taken", [7] * 4, block_size=4, chain=OneHash(4)))
+    fork = request("fork", [8] * 4, block_size=4, chain=OneHash(4), max_tokens=4)
+    leader = request("0", [8] * 4, block_size=4, chain=OneHash(4), max_tokens=4, forks=[fork])
+    bench.add(leader)
+    bench.step()
+    plan = bench.scheduler.plan()
+    assert [row.seq.num_published_blocks for row in plan.rows] == [0, 1]
+    bench.scheduler.check_invariants()
+    bench.scheduler.commit(plan, bench.engine.execute(plan))
+    bench.scheduler.check_invariants()
 
 
 # --- a step in flight -------------------------------------------------------------------------

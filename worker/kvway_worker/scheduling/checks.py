@@ -57,8 +57,8 @@ class SchedulerState:
         1. It has each block once, and a block for each token that is computed.
         2. Published blocks hold what they should: this hash, these tokens, behind the block
            before. All of it is computed, or by the step in flight.
-        3. The other blocks have no content, and who shares one has the same tokens in the same
-           place.
+        3. The other blocks have no content, but for what a fork has published of the prompt, and
+           who shares one has the same tokens in the same place.
         4. Fewer of its prompt tokens were cached than there are.
 
         And of the step in flight; a row whose request was aborted meanwhile is still computed, but
@@ -162,11 +162,13 @@ class SchedulerState:
         if seq.num_published_blocks * size > end:
             return "table 2: what is published is computed"
         for index in range(len(table)):
-            if index >= seq.num_published_blocks:
-                if self.pool.content(table[index]) is not None:
-                    return f"table 3: block {table[index]} has content that is not the request's"
-            elif self.pool.content(seq.shared_or_own(index)) != self._content(seq, index):
-                return f"table 2: block {seq.shared_or_own(index)} holds what it should"
+            block = seq.shared_or_own(index)
+            found = self.pool.content(block)
+            if index >= seq.num_published_blocks and found is None:
+                continue
+            if (index + 1) * size > end or found != self._content(seq, index):
+                number = 2 if index < seq.num_published_blocks else 3
+                return f"table {number}: block {block} has the content of the request"
         if seq.cached_tokens is None or not 0 <= seq.cached_tokens < seq.num_prompt_tokens:
             return f"table 4: {seq.cached_tokens} of {seq.num_prompt_tokens} tokens were cached"
         return None
