@@ -92,7 +92,7 @@ def test_faults_in_every_state_leave_nothing_behind(
         force_miss=False,
         queue_order=queue_order,
         num_drafts=3,
-        draft_min_match=2,
+        draft_min_match=1,
     )
     world = World(shape)
     while world.engine.num_steps < num_steps:
