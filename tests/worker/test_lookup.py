@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvway_worker.cache.block_content import BlockContent
 from kvway_worker.cache.block_pool import BlockPool
 from kvway_worker.scheduling.lookup import PrefixLookup
 from tests.worker.batching import Counted, OneHash, request
@@ -52,6 +53,22 @@ def test_what_is_remembered_is_right_whatever_happened_to_the_pool(
         assert found == lookup.once(seq) == lookup.again(seq)
         lengths.add(len(found.blocks))
     assert collide or len(lengths) > 1
+
+
+def test_a_block_that_is_as_before_behind_another_one_is_not_what_was_found() -> None:
+    """As a collision could make it: the same hash, tokens and parent, in the same places."""
+    pool = BlockPool(2, SIZE)
+    lookup = PrefixLookup(pool)
+    seq = request("0", range(9), block_size=SIZE)
+    first, second = seq.chain.hashes
+    for tokens, num_found in (((0, 1, 2, 3), 2), ((9, 9, 9, 9), 0)):
+        pool.allocate(2)
+        pool.publish(0, BlockContent(first, seq.namespace, tokens))
+        pool.publish(1, BlockContent(second, 0, (4, 5, 6, 7)))
+        pool.commit()
+        assert len(lookup.again(seq).blocks) == num_found
+        pool.free((0, 1))
+        assert pool.reset()
 
 
 def test_only_what_changed_is_looked_up_again() -> None:

@@ -43,6 +43,7 @@ class Scheduler:
         queue_order: Who of a priority gets in first: as in `WaitingQueue`.
         ageing: As in `WaitingQueue`; without meaning for the order of arrival.
         num_drafts: Tokens that are guessed and checked per request and step at most; 0 for none.
+            Those that are wrong change nothing for other requests and for what is cached.
         draft_min_match: Tokens that must have occurred before what they are thought to precede.
 
     Raises:
