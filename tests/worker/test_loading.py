@@ -212,6 +212,7 @@ def test_the_context_of_a_sim_worker_is_the_folders_or_what_its_blocks_hold(
     assert loaded(byte_model, num_blocks=1000).model.max_model_len == 8192
     assert loaded(byte_model, num_blocks=512).model.max_model_len == 8192
     assert loaded(byte_model, num_blocks=511).model.max_model_len == 511 * 16
+    assert loaded(byte_model, num_blocks=10, block_size=8).model.max_model_len == 80
     with pytest.raises(ConfigError, match="the KV blocks hold 160 tokens; add blocks"):
         loaded(byte_model, num_blocks=10, max_model_len=161)
     with pytest.raises(ConfigError, match="the model's context is 8192 tokens"):
