@@ -119,7 +119,7 @@ class WorkerSettings:
         " the llama, mistral, qwen2 and qwen3 families",
     )
     debug_invariants: bool = option(
-        False, help="check the block pool's books after every step; slow"
+        False, help="check the books of pool, tables and queue twice per step; slow"
     )
     kv_events: bool = option(True, help="publish cache changes on ZMQ")
     kv_events_host: str = option("127.0.0.1", help="interface of the KV event sockets")
