@@ -94,7 +94,7 @@ class BlockTables:
             ephemeral=seq.ephemeral,
             again=seq.cached_tokens is not None,
         )
-        seq.block_table = [*hits, *new]
+        seq.block_table = [*hits, *sorted(new)]  # in order: what lies together is read in place
         seq.num_published_blocks = len(hits)
         seq.num_computed_tokens = num_cached
         self._taking.add(seq)
@@ -102,7 +102,7 @@ class BlockTables:
             return ()
         if is_whole:
             seq.shared_blocks = {len(hits): tail.block_id}
-        return ((tail.block_id, new[0], tail.num_tokens),)
+        return ((tail.block_id, seq.block_table[len(hits)], tail.num_tokens),)
 
     def extend(self, seq: Sequence, end: int) -> tuple[Copy, ...] | None:
         """Makes room for the tokens [0, end), of which those not computed are to be written.
@@ -121,7 +121,7 @@ class BlockTables:
             return ()  # nearly every token: the last block has room and is its own
         if not pool.can_allocate(num_new + copies):
             return None
-        new = pool.allocate(num_new + copies)
+        new = sorted(pool.allocate(num_new + copies))
         if not copies:
             seq.block_table += new
             return ()
