@@ -96,12 +96,12 @@ async def test_the_second_request_is_fast_and_says_why(cluster: Cluster) -> None
     shared = shared_tokens(LIBRARY, "What does a card cost?", "How long may I keep a book?")
     assert shared > 600
     assert cold.cached_tokens == 0
-    assert warm.cached_tokens == shared // BLOCK * BLOCK
+    assert warm.cached_tokens == shared
     assert warm.headers["x-kvway-replica"] == cold.headers["x-kvway-replica"]
     assert warm.headers["x-kvway-reason"].startswith("prefix; ")
     assert again.text == warm.text
     assert other.headers["x-kvway-replica"] != cold.headers["x-kvway-replica"]
-    assert other.cached_tokens == 0
+    assert other.cached_tokens < BLOCK, "the template's own beginning at most"
 
     record = await cluster.get(
         f"{up.ready['admin']}/admin/decisions/{warm.headers['x-kvway-request-id']}"
@@ -118,7 +118,8 @@ async def test_fields_work_with_a_real_model_through_the_client(cluster: Cluster
     """Several answers with seeds, log probabilities, an echo, penalties: as the client reads."""
     resolve_model(DEFAULT_MODEL)
     up = await cluster.start(
-        "up", "up", "--port", "0", "--admin-port", "0", "--log-dir", str(cluster.folder / "logs")
+        *("up", "up", "--replicas", "1", "--port", "0", "--admin-port", "0"),
+        *("--log-dir", str(cluster.folder / "logs")),
     )
     messages: list[Any] = [{"role": "user", "content": "Write one line about the sea."}]
     async with openai.AsyncOpenAI(base_url=up.ready["api"] + "/v1", api_key="none") as client:
@@ -131,6 +132,7 @@ async def test_fields_work_with_a_real_model_through_the_client(cluster: Cluster
             assert answer.usage.completion_tokens <= 24
             return [choice.message.content for choice in answer.choices]
 
+        await two(1)  # in bfloat16 a cold prompt rounds otherwise than a cached one
         first, again, other = await two(1), await two(1), await two(2)
         told = await client.chat.completions.create(
             model=DEFAULT_MODEL,
