@@ -116,7 +116,7 @@ async def test_whoever_leaves_while_a_pin_is_answered_leaves_none_behind() -> No
         job = PinJob("p", prompt("p"), ttl_s=60.0)
         task = asyncio.create_task(_compute_and_pin(job, w.loop))
         await asyncio.sleep(0)  # it asks
-        while not w.pool.pins():
+        while not w.pool._pins._pins:
             pass  # the step thread pins, and this loop has not heard of it
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
