@@ -17,7 +17,7 @@ from __future__ import annotations
 import array
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING, NewType, cast
 
 import xxhash
 
@@ -158,9 +158,10 @@ def _token_bytes(token_ids: Sequence[int]) -> bytes:
 
 def _hash_blocks(data: bytes, *, parent: BlockHash, block_bytes: int) -> list[BlockHash]:
     """Returns the chain over the full blocks of `data`."""
-    digest = xxhash.xxh3_128_digest
-    hashes: list[BlockHash] = []
-    for start in range(0, len(data) - block_bytes + 1, block_bytes):
-        parent = BlockHash(digest(parent + data[start : start + block_bytes]))
-        hashes.append(parent)
-    return hashes
+    digest, last = xxhash.xxh3_128_digest, len(data) - block_bytes
+    link: bytes = parent
+    chain = [
+        link := digest(link + data[start : start + block_bytes])
+        for start in range(0, last + 1, block_bytes)
+    ]
+    return cast("list[BlockHash]", chain)
