@@ -24,9 +24,12 @@ _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)
 
 def models_home(env: Mapping[str, str]) -> Path:
     """Return the folder that holds fetched models; it may not exist yet."""
-    home = env.get("KVWAY_HOME")
-    root = Path(home).expanduser() if home else Path("~/.cache/kvway").expanduser()
-    return root / "models"
+    return kvway_home(env) / "models"
+
+
+def kvway_home(env: Mapping[str, str]) -> Path:
+    """Return the folder for what kvway keeps between starts; it may not exist yet."""
+    return Path(env.get("KVWAY_HOME") or "~/.cache/kvway").expanduser()
 
 
 def model_dir(spec: str, env: Mapping[str, str]) -> Path:
