@@ -9,8 +9,15 @@ A subscriber that misses a number asks the replay socket: a DEALER sends `[b"", 
 answers `[b"", topic, seq, payload]` for every batch it still has from there on, then
 `[b"", topic, END_SEQ, b""]`.
 
-Decoding is liberal: map and array events, integer and byte hashes, unknown fields and unknown
-events. One bad event costs itself, never its batch.
+Decoding is liberal: batches and events as maps and as arrays, integer and byte hashes, unknown
+fields and unknown events. One bad event costs itself, never its batch, and what only informs is
+never a reason to lose an event.
+
+    vLLM 0.10 .. 0.23   [ts, [["BlockStored", hashes, parent, tokens, size, lora id, ...]], rank]
+    vLLM since          [ts, [{"type": "BlockStored", "block_hashes": ...}], rank], or all of it
+                        a map: {"ts": ..., "events": [...], "data_parallel_rank": ...}
+    SGLang              arrays as vLLM 0.10, hashes with a sign, pairs of tokens with EAGLE; later
+                        maps, with the salt in "metadata"
 """
 
 from __future__ import annotations
@@ -45,6 +52,14 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type"):
         lora_id: Deprecated by vLLM, always None here.
         medium: Where the blocks are, "GPU" for the pool itself.
         lora_name: Adapter name.
+        extra_keys: Of vLLM: for each block what its KV depends on besides tokens, or None.
+        group_idx: Of vLLM: which of the model's groups of layers the blocks are for.
+        kv_cache_spec_kind: Of vLLM: how that group attends, such as "full_attention".
+        locality: Of vLLM: "REMOTE" when the blocks are not the worker's own.
+        metadata: Of SGLang: a map that may have a "cache_salt".
+
+    What other engines alone send is typed loosely and left out where it is not set: ours is on the
+    wire as it always was.
     """
 
     block_hashes: list[int | bytes]
@@ -54,13 +69,35 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type"):
     lora_id: int | None = None
     medium: str | None = "GPU"
     lora_name: str | None = None
+    extra_keys: object = msgspec.UNSET
+    group_idx: object = msgspec.UNSET
+    kv_cache_spec_kind: object = msgspec.UNSET
+    locality: object = msgspec.UNSET
+    metadata: object = msgspec.UNSET
+
+    def num_plain(self) -> int:
+        """Counts the leading blocks whose KV depends on nothing but the model and the tokens.
+
+        The others belong to an adapter, a salt, an image or the like, and so does all that follows
+        them: no prompt of tokens alone finds them.
+        """
+        if self.lora_name or self.lora_id is not None or _has_salt(self.metadata):
+            return 0
+        keys = self.extra_keys
+        if keys is None or keys is msgspec.UNSET:
+            return len(self.block_hashes)
+        if not isinstance(keys, list) or len(keys) != len(self.block_hashes):
+            return 0  # not understood, so nothing is known of any of them
+        return next((place for place, key in enumerate(keys) if key), len(keys))
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type"):
-    """Blocks are gone from a medium."""
+    """Blocks are gone from a medium; `group_idx` and `locality` as of `BlockStored`."""
 
     block_hashes: list[int | bytes]
     medium: str | None = "GPU"
+    group_idx: object = msgspec.UNSET
+    locality: object = msgspec.UNSET
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, tag_field="type"):
@@ -105,15 +142,16 @@ def decode_batch(payload: bytes) -> EventBatch:
         raise ProtocolError(
             f"a KV event batch of {len(payload)} bytes is over the limit of {MAX_BATCH_BYTES}"
         )
+    is_map = bool(payload) and _is_map(payload)
     try:
-        wire = _BATCH_DECODER.decode(payload)
+        wire = (_MAP_BATCH_DECODER if is_map else _ARRAY_BATCH_DECODER).decode(payload)
     except (ValueError, RecursionError) as exc:
         raise ProtocolError("a KV event batch is not msgpack [ts, [event, ...], rank]") from exc
     events = [event for event in map(_decode_event, wire.events) if event is not None]
     return EventBatch(
         ts=wire.ts,
         events=tuple(events),
-        data_parallel_rank=wire.data_parallel_rank,
+        data_parallel_rank=rank if isinstance(rank := wire.data_parallel_rank, int) else None,
         boot_id=wire.boot_id if isinstance(wire.boot_id, str) else None,
         num_skipped=len(wire.events) - len(events),
     )
@@ -143,30 +181,82 @@ def unpack_seq(frame: bytes) -> int:
     return int(seq)
 
 
-class _StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
-    """BlockStored as vLLM up to 0.23 and SGLang write it: a tagged array."""
+class _StoredArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
+    """BlockStored as vLLM up to 0.23 and SGLang write it: an array, longer with each year."""
+
+    block_hashes: list[int | bytes]
+    parent_block_hash: int | bytes | None
+    token_ids: list[int | tuple[int, int]]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = "GPU"
+    lora_name: str | None = None
+    extra_keys: object = msgspec.UNSET
+    group_idx: object = msgspec.UNSET
+    kv_cache_spec_kind: object = msgspec.UNSET
+
+    def event(self) -> BlockStored:
+        """Returns it as all events are; of a pair of tokens the first is the block's own."""
+        token_ids = [token if isinstance(token, int) else token[0] for token in self.token_ids]
+        return BlockStored(
+            block_hashes=self.block_hashes,
+            parent_block_hash=self.parent_block_hash,
+            token_ids=token_ids,
+            block_size=self.block_size,
+            lora_id=self.lora_id,
+            medium=self.medium,
+            lora_name=self.lora_name,
+            extra_keys=self.extra_keys,
+            group_idx=self.group_idx,
+            kv_cache_spec_kind=self.kv_cache_spec_kind,
+        )
 
 
-class _RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
+class _RemovedArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockRemoved"):
     """BlockRemoved as a tagged array."""
 
+    block_hashes: list[int | bytes]
+    medium: str | None = "GPU"
+    group_idx: object = msgspec.UNSET
 
-class _ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    def event(self) -> BlockRemoved:
+        """Returns it as all events are."""
+        return BlockRemoved(self.block_hashes, self.medium, self.group_idx)
+
+
+class _ClearedArray(msgspec.Struct, frozen=True, array_like=True, tag="AllBlocksCleared"):
     """AllBlocksCleared as a tagged array."""
 
+    def event(self) -> AllBlocksCleared:
+        """Returns it as all events are."""
+        return AllBlocksCleared()
 
-class _WireBatch(msgspec.Struct, frozen=True, array_like=True):
+
+_RawEvents = Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_BATCH_EVENTS)]
+
+
+class _ArrayBatch(msgspec.Struct, frozen=True, array_like=True):
     """The batch around events that are not read yet."""
 
     ts: float
-    events: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_BATCH_EVENTS)]
-    data_parallel_rank: int | None = None
+    events: _RawEvents
+    data_parallel_rank: object = None
+    boot_id: object = None
+
+
+class _MapBatch(msgspec.Struct, frozen=True):
+    """The same, as the map that some versions of vLLM write."""
+
+    ts: float
+    events: _RawEvents
+    data_parallel_rank: object = None
     boot_id: object = None
 
 
 _SEQ = struct.Struct(">Q")
 _ENCODER = msgspec.msgpack.Encoder()
-_BATCH_DECODER = msgspec.msgpack.Decoder(_WireBatch)
+_ARRAY_BATCH_DECODER = msgspec.msgpack.Decoder(_ArrayBatch)
+_MAP_BATCH_DECODER = msgspec.msgpack.Decoder(_MapBatch)
 _MAP_DECODER: msgspec.msgpack.Decoder[KVEvent] = msgspec.msgpack.Decoder(KVEvent)
 _ARRAY_DECODER = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _ClearedArray)
 
@@ -176,15 +266,15 @@ def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
     try:
         if _is_map(memoryview(raw)):
             return _MAP_DECODER.decode(raw)
-        event = _ARRAY_DECODER.decode(raw)
+        return _ARRAY_DECODER.decode(raw).event()
     except (ValueError, RecursionError):
         return None
-    fields = msgspec.structs.astuple(event)
-    if isinstance(event, _StoredArray):
-        return BlockStored(*fields)
-    return BlockRemoved(*fields) if isinstance(event, _RemovedArray) else AllBlocksCleared()
 
 
 def _is_map(raw: Sequence[int]) -> bool:
     """Says whether a msgpack value is a map, by its first byte."""
     return raw[0] & 0xF0 == 0x80 or raw[0] in (0xDE, 0xDF)
+
+
+def _has_salt(metadata: object) -> bool:
+    return isinstance(metadata, dict) and bool(metadata.get("cache_salt"))

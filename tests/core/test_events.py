@@ -106,9 +106,12 @@ def test_vllm_maps_with_fields_we_do_not_know() -> None:
         "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
     }
-    assert decode_batch(pack(1.0, [stored], 3)) == EventBatch(
-        1.0, (BlockStored([1], 2, [3], 1),), data_parallel_rank=3
-    )
+    (event,) = decode_batch(pack(1.0, [stored | {"from_the_future": {"a": 1}}], 3)).events
+    assert isinstance(event, BlockStored)
+    assert (event.block_hashes, event.parent_block_hash, event.token_ids) == ([1], 2, [3])
+    assert (event.extra_keys, event.group_idx) == ([[["x", 1]]], 0)
+    assert event.kv_cache_spec_kind == "full_attention"
+    assert decode_batch(pack(1.0, [stored], 3)).data_parallel_rank == 3
 
 
 def test_arrays_of_older_vllm_and_sglang() -> None:
@@ -122,9 +125,17 @@ def test_arrays_of_older_vllm_and_sglang() -> None:
         ],
     )
     assert decode_batch(payload).events == (
-        BlockStored([1], None, [3, 4], 2),
+        BlockStored(
+            [1],
+            None,
+            [3, 4],
+            2,
+            extra_keys=None,
+            group_idx=0,
+            kv_cache_spec_kind="full_attention",
+        ),
         BlockStored([-5], b"parent", [1], 1),
-        BlockRemoved([b"\x01"], "CPU_PINNED"),
+        BlockRemoved([b"\x01"], "CPU_PINNED", 0),
         AllBlocksCleared(),
     )
 
@@ -138,7 +149,7 @@ def test_arrays_of_older_vllm_and_sglang() -> None:
         {"type": "BlockStored", "block_hashes": [1]},
         {"type": "BlockRemoved", "block_hashes": ["text"]},
         {"type": "BlockRemoved", "block_hashes": [2**64 - 1, 1.5]},
-        ["BlockStored", [1], None, [[1, 2]], 1],
+        ["BlockStored", [1], None, [[1, 2, 3]], 1],
         [],
         {},
         None,
@@ -237,3 +248,88 @@ def test_a_number_that_is_no_sequence(seq: int) -> None:
 def test_a_frame_that_is_no_sequence(frame: bytes) -> None:
     with pytest.raises(ProtocolError):
         unpack_seq(frame)
+
+
+def stored_map(**fields: object) -> dict[str, object]:
+    base: dict[str, object] = {
+        "type": "BlockStored",
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": [3, 4],
+        "block_size": 1,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    return base | fields
+
+
+# As the engines' own schemas write them, byte by byte.
+WIRE = {
+    # vLLM 0.10: [ts, [event, ...], rank], nothing behind lora_id.
+    "vllm_0_10": (
+        "93cb3ff80000000000009296ab426c6f636b53746f7265649201cf8000000000000000c0"
+        "92030401c092ac426c6f636b52656d6f766564910700"
+    ),
+    # vLLM 0.32: the batch an array, its events maps.
+    "vllm_0_32": (
+        "93cb3ff80000000000009188a474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739201"
+        "cf8000000000000000b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473920304aa626c"
+        "6f636b5f73697a6501a76c6f72615f6964c0a66d656469756da3475055a96c6f72615f6e616d65c000"
+    ),
+    # A later vLLM: the batch is a map too.
+    "vllm_map_batch": (
+        "83a27473cb3ff8000000000000a66576656e74739182a474797065ac426c6f636b52656d6f766564ac626c6f"
+        "636b5f6861736865739107b2646174615f706172616c6c656c5f72616e6b02"
+    ),
+    # SGLang: a page an event, hashes with a sign.
+    "sglang": (
+        "93cb3ff80000000000009197ab426c6f636b53746f72656491d3800000000000000005920304"
+        "02c0a347505500"
+    ),
+    # SGLang with EAGLE: pairs of tokens.
+    "sglang_eagle": ("92cb3ff80000000000009196ab426c6f636b53746f7265649101c09292030492040502c0"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "events"),
+    [
+        ("vllm_0_10", (BlockStored([1, 2**63], None, [3, 4], 1), BlockRemoved([7]))),
+        ("vllm_0_32", (BlockStored([1, 2**63], None, [3, 4], 1),)),
+        ("vllm_map_batch", (BlockRemoved([7]),)),
+        ("sglang", (BlockStored([-(2**63)], 5, [3, 4], 2),)),
+        ("sglang_eagle", (BlockStored([1], None, [3, 4], 2),)),
+    ],
+)
+def test_each_engine_is_understood(name: str, events: tuple[object, ...]) -> None:
+    batch = decode_batch(bytes.fromhex(WIRE[name]))
+    assert (batch.ts, batch.events, batch.num_skipped, batch.boot_id) == (1.5, events, 0, None)
+    assert batch.data_parallel_rank == {"vllm_map_batch": 2, "sglang_eagle": None}.get(name, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_plain"),
+    [
+        ({}, 2),
+        ({"extra_keys": None}, 2),
+        ({"extra_keys": [None, None]}, 2),
+        ({"extra_keys": [[], None]}, 2),
+        ({"extra_keys": [None, [["image", 3]]]}, 1),
+        ({"extra_keys": [["a salt"], None]}, 0),
+        ({"extra_keys": [None]}, 0),
+        ({"extra_keys": "junk"}, 0),
+        ({"lora_name": "an-adapter"}, 0),
+        ({"lora_id": 0}, 0),
+        ({"metadata": {"cache_salt": "a salt"}}, 0),
+        ({"metadata": {"cache_salt": None}}, 2),
+        ({"metadata": 7, "group_idx": "junk", "kv_cache_spec_kind": 3}, 2),
+    ],
+)
+def test_what_depends_on_more_than_tokens_is_told_apart(
+    fields: dict[str, object], num_plain: int
+) -> None:
+    batch = decode_batch(pack(1.0, [stored_map(**fields)]))
+    (event,) = batch.events
+    assert isinstance(event, BlockStored)
+    assert event.num_plain() == num_plain

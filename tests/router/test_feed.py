@@ -86,7 +86,7 @@ async def test_what_was_published_before_is_replayed(worker: ZmqWorker) -> None:
     async with following(worker) as follower:
         await eventually(lambda: follower.matched == 3)
         assert worker.replays == [0]
-        assert follower.feed.is_up
+        await eventually(lambda: follower.feed.is_up)
 
 
 async def test_live_events_are_entered_as_they_come(worker: ZmqWorker) -> None:
