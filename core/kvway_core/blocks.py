@@ -127,11 +127,13 @@ class HashChain:
             ValueError: If a token id does not fit uint32; nothing is appended then.
         """
         data = self._tail + _token_bytes(token_ids)
-        parent = self.hashes[-1] if self.hashes else self.root
-        new = _hash_blocks(data, parent=parent, block_bytes=self._block_bytes)
-        self.hashes += new
-        self._tail = data[len(new) * self._block_bytes :]
         self.num_tokens += len(token_ids)
+        if len(data) >= self._block_bytes:  # else nothing to hash: nearly every generated token
+            parent = self.hashes[-1] if self.hashes else self.root
+            new = _hash_blocks(data, parent=parent, block_bytes=self._block_bytes)
+            self.hashes += new
+            data = data[len(new) * self._block_bytes :]
+        self._tail = data
 
 
 def event_hash(block_hash: BlockHash) -> int:
