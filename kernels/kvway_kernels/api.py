@@ -4,23 +4,46 @@ Shapes use one alphabet: T query rows of a step, Hq query heads, Hkv key/value h
 multiple of Hkv), D head size, P partial results. A cache is [num_blocks, block_size, Hkv, D]; the
 slot of a token is `block_id * block_size + offset`. Log-sum-exp (lse) is in nats, float32.
 
-    step = plan(requests, num_blocks=..., block_size=...)       once per step
-    write_kv(k_cache, v_cache, k, v, step)                      per layer
-    out = paged_attention(q, k_cache, v_cache, step, scale=...) per layer
+    step = plan(requests, num_blocks=..., block_size=..., shared=...)      once per step
+    write_kv(k_cache, v_cache, k, v, step)                                 per layer
+    out = paged_attention(q, k_cache, v_cache, step, scale=...)            per layer
+    out, lse = cascade_attention(...)                                      the same, with lse
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from kvway_kernels import sdpa
-from kvway_kernels.plan import PagedPlan, RequestRows, plan
+from kvway_kernels import reference, sdpa
+from kvway_kernels.choice import IMPLEMENTATIONS, chosen
+from kvway_kernels.merging import merge_states
+from kvway_kernels.plan import PagedPlan, plan
+from kvway_kernels.rows import RequestRows, SharedRun
 
-__all__ = ["PagedPlan", "RequestRows", "merge_states", "paged_attention", "plan", "write_kv"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "PagedPlan",
+    "RequestRows",
+    "SharedRun",
+    "cascade_attention",
+    "chosen",
+    "merge_states",
+    "paged_attention",
+    "plan",
+    "write_kv",
+]
 
 
-def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, step: PagedPlan) -> None:
+def write_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    step: PagedPlan,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Store the keys and values of a step's rows in their slots; every other slot is untouched.
 
     Shapes: k_cache, v_cache [num_blocks, block_size, Hkv, D], contiguous; k, v [>= T, Hkv, D], of
@@ -33,6 +56,7 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, step: Paged
         ValueError: a shape or dtype does not fit.
     """
     _check_cache(k_cache, v_cache, step)
+    _refuse_scales(k_scale, v_scale)
     for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if rows.shape[1:] != cache.shape[2:] or len(rows) < step.num_rows:
             raise ValueError(
@@ -45,31 +69,78 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, step: Paged
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, step.slot_mapping, v[: step.num_rows])
 
 
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: PagedPlan, *, scale: float
+def paged_attention(  # noqa: PLR0913
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: PagedPlan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Attend each row to its request's keys up to its own token, which `write_kv` has stored.
 
-    Prefill chunks, continued prefills and decode rows of any lengths mix in one step. Only slots
-    that belong to a request are read for it: what other slots hold, NaN included, has no effect.
+    The same as `cascade_attention`, for those who need no lse.
 
-    Shapes: q [>= T, Hq, D], of the caches' dtype; k_cache, v_cache [num_blocks, block_size, Hkv,
-    D], contiguous.
+    Returns:
+        [like q]: the attention; rows behind the first T are zero.
+    """
+    return cascade_attention(
+        q,
+        k_cache,
+        v_cache,
+        step,
+        scale=scale,
+        softcap=softcap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )[0]
+
+
+def cascade_attention(  # noqa: PLR0913
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: PagedPlan,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend each row to its request's keys up to its own token, which `write_kv` has stored.
+
+    Prefill chunks, continued prefills and decode rows of any lengths mix in one step. Keys of the
+    plan's shared runs are read once for all members; the result is the same within rounding. Only
+    slots that belong to a request are read for it: what other slots hold, NaN included, has no
+    effect.
+
+    Shapes: q [>= T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D], of q's dtype,
+    contiguous.
 
     Args:
         q: the queries.
         k_cache: one layer's keys.
         v_cache: its values.
-        step: who owns which rows, and where their keys are.
+        step: who owns which rows, where their keys are, and which of them are shared.
         scale: factor on the scores before the softmax.
+        softcap: scores become softcap * tanh(score / softcap) before the softmax. None: as they
+            are.
+        k_scale: of quantised keys.
+        v_scale: of quantised values.
 
     Returns:
-        [like q]: the attention; rows behind the first T are zero.
+        out: [like q], the attention; rows behind the first T are zero.
+        lse: [>= T, Hq] float32, nats: log of the sum of a row's exponentiated scores; -inf behind
+            the first T.
 
     Raises:
-        ValueError: a shape or dtype does not fit.
+        ValueError: a shape or dtype does not fit, or the soft cap is not above zero.
     """
     _check_cache(k_cache, v_cache, step)
+    _refuse_scales(k_scale, v_scale)
     num_kv_heads, head_dim = k_cache.shape[2:]
     is_grouped = q.ndim == 3 and q.shape[2] == head_dim and q.shape[1] % num_kv_heads == 0
     if not is_grouped or len(q) < step.num_rows:
@@ -79,36 +150,19 @@ def paged_attention(
         )
     if q.dtype != k_cache.dtype:
         raise ValueError(f"q is {q.dtype}, the caches {k_cache.dtype}")
-    return sdpa.paged_attention(q, k_cache, v_cache, step, scale=scale)
-
-
-def merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over disjoint parts of the keys into attention over all of them, exactly.
-
-    With m = max lse_p and w_p = exp(lse_p - m): out = sum w_p out_p / sum w_p, lse = m + log sum
-    w_p. A part with lse = -inf is absent, whatever its `out` holds, NaN included. Where every part
-    is absent the result is (0, -inf).
-
-    Shapes: out [P, T, Hq, D]; lse [P, T, Hq] float32, nats.
-
-    Returns:
-        out: [T, Hq, D], in the dtype of `out`; computed in float32.
-        lse: [T, Hq] float32.
-
-    Raises:
-        ValueError: the shapes do not belong together, or there is no part.
-    """
-    if out.ndim != 4 or out.shape[:3] != lse.shape or not len(out):
-        raise ValueError(
-            f"out is {list(out.shape)} and lse {list(lse.shape)}: expected [P, T, Hq, D] and "
-            "[P, T, Hq] with P at least 1"
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}: expected above 0, or None")
+    if step.implementation == "reference":
+        out, lse = reference.paged_attention(
+            q, k_cache, v_cache, step.requests, scale=scale, softcap=softcap, window=step.window
         )
-    largest = lse.float().amax(dim=0)
-    weights = torch.exp(lse.float() - largest.where(largest > -torch.inf, 0.0))  # 0 where absent
-    total = weights.sum(dim=0)
-    weighted = torch.where(weights[..., None] > 0, weights[..., None] * out.float(), 0.0)
-    merged = weighted.sum(dim=0) / total.where(total > 0, 1.0)[..., None]
-    return merged.to(out.dtype), largest + torch.log(total.where(total > 0, 1.0))
+        return out.to(q.dtype), lse
+    return sdpa.attend(q, k_cache, v_cache, step, scale=scale, softcap=softcap)
+
+
+def _refuse_scales(k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    if k_scale is not None or v_scale is not None:
+        raise ValueError("quantised caches are not supported: give no scales")
 
 
 def _check_cache(k_cache: Tensor, v_cache: Tensor, step: PagedPlan) -> None:

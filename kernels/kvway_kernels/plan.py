@@ -5,89 +5,65 @@ A step packs the new tokens of several requests into one row axis:
     rows         | request a: 3 | b: 1 | c: 5        |       T = 9 query rows
     keys of a    blocks 7, 2          [0 .. num_keys)        the last 3 are a's own new tokens
 
-A row attends to every key of its request up to and including its own position. Requests that bring
-one row (decode) are grouped by length and attended to together; those that bring more are
-attended to one by one, in tiles of rows.
+A row attends to every key of its request up to and including its own position. Keys in a shared
+run are read once for all members' rows; the rest is private. Requests that bring one row (decode)
+are grouped by how many private keys they have and attended to together; those that bring more are
+attended to one by one, in tiles of rows. Partial results merge exactly.
 """
 
 from __future__ import annotations
 
+import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-_TILE_ROWS = 256
-"""Rows per call where a mask is needed: bounds the mask to 256 x num_keys, and what is computed of
-keys behind a row's own. With fewer than 192 rows torch attends in smaller pieces, slower."""
+from kvway_kernels.blocks import BlockIds, block_ids, int64
+from kvway_kernels.choice import chosen
+from kvway_kernels.rows import (
+    PrivateRows,
+    RequestRows,
+    SharedRun,
+    check_requests,
+    check_runs,
+    private_rows,
+    seen_whole,
+)
+from kvway_kernels.tiles import PrefillRows, compute_dtype, fixed_rows, prefill_rows
 
-_FLOAT32_ROWS = 16
-"""From so many rows on, float32 is faster than bfloat16 on a CPU without a matrix unit for it: by
-a quarter at 100 rows, conversion of all keys and values included."""
+__all__ = ["DecodeGroup", "PagedPlan", "RequestRows", "SharedPass", "SharedRun", "plan"]
 
 _GROUP_TOKENS = 16_384
-"""Keys per call of a decode group: bounds the gathered copy, which must stay in the cache."""
+"""Keys per call of a decode group: bounds what is copied or kept of scores, which must stay in
+the processor's cache."""
 
 _GROUP_FILL = 0.75
 """A decode group pads its members to the longest; at least this share of the keys is real."""
 
-_FIXED_ROWS = 16
-_FIXED_KEYS = 512
-"""In fixed shapes: rows of each call, and what its number of keys is a multiple of."""
-
 
 @dataclass(frozen=True, slots=True)
-class RequestRows:
-    """One request's part of a packed step.
+class SharedPass:
+    """One shared run, ready to be attended to by all rows of its members.
 
     Attributes:
-        num_queries: query rows it brings, at least 1: the last tokens of its keys.
-        num_keys: tokens it attends to, those rows' own tokens included.
-        block_table: ids of the blocks that hold them, in order. Ids past the last token are
-            never read.
+        rows: the rows: int64 [num_rows], or a slice where they follow each other.
+        num_rows: how many.
+        blocks: the run's blocks, all full.
+        num_keys: tokens in them. Every row sees all.
+        level: passes of one level have no row in common. From 0 on, without a gap.
+        dtype: what is multiplied in.
     """
 
-    num_queries: int
-    num_keys: int
-    block_table: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """Rows of one request that one call attends with.
-
-    Attributes:
-        row: first row in the packed step.
-        num_rows: rows in the tile.
-        num_pad_rows: rows to add behind them, whose results are dropped.
-        num_keys: leading keys of the request to attend to.
-        mask: added to the scores, 0 where a row sees a key and -inf elsewhere: [num_rows +
-            num_pad_rows, num_keys]. None: each row sees every key, or the keys up to its own where
-            `is_causal`.
-        is_causal: the rows are the request's first, and there are as many as keys.
-    """
-
-    row: int
+    rows: slice | Tensor
     num_rows: int
-    num_pad_rows: int
+    blocks: BlockIds
     num_keys: int
-    mask: Tensor | None
-    is_causal: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRows:
-    """A request with several rows: where its keys are, and the tiles of its rows.
-
-    Attributes:
-        slots: the keys' slots, in order. A slice where the blocks follow each other: no copy.
-        tiles: its rows, in order.
-        dtype: what queries, keys and values are multiplied in.
-    """
-
-    slots: slice | Tensor
-    tiles: tuple[Tile, ...]
+    level: int
     dtype: torch.dtype
 
 
@@ -96,41 +72,82 @@ class DecodeGroup:
     """Requests of one row each, attended to together.
 
     Attributes:
-        rows: their rows in the packed step: int64 [num_requests].
-        slots: their keys' slots, int64 [num_requests * max_keys], or a slice for a lone request.
-            Padding repeats the request's own first slot, so that nothing of another request, and
-            nothing never written, is ever read.
-        mask: added to the scores, 0 where a key is real and -inf elsewhere: [num_requests, 1, 1,
-            max_keys]. None: all are.
+        rows: their rows in the packed step: int64 [n].
+        tables: the blocks of their private keys, padded with the request's own first one, so that
+            nothing of another request, and nothing never written, is ever read: int64 [n, blocks].
+        lengths: their private keys: int64 [n].
+        first_keys: the first that the row's window shows: int64 [n], 0 where there is no window.
+        lone_blocks: where there is one request: its blocks, as a slice if they follow each other.
+        num_keys: private keys of the longest.
+        is_even: nothing is padded and nothing hidden.
     """
 
     rows: Tensor
-    slots: slice | Tensor
-    mask: Tensor | None
+    tables: Tensor
+    lengths: Tensor
+    first_keys: Tensor
+    lone_blocks: BlockIds | None
+    num_keys: int
+    is_even: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PagedPlan:
     """A step, ready for every layer. Made by `plan`.
 
     Attributes:
         num_rows: query rows of all requests. Rows a caller adds behind them are ignored.
         slot_mapping: the slot of each row's own key and value: int64 [num_rows].
+        requests: as planned for.
+        shared: the runs that are read once: those given, without those that a window cuts.
+        window: keys that a row sees, its own included; None: all.
+        private: per request, what is left of its keys.
+        passes: the shared runs.
+        num_levels: of the passes.
         prefills: the requests with several rows.
         decodes: those with one row.
+        implementation: what attends.
         num_blocks: blocks in the caches that this plan is for.
         block_size: tokens per block.
+        key: the plan's name in `torch.ops.kvway`, an int64 of no dimension; good while the plan
+            lives.
     """
 
     num_rows: int
     slot_mapping: Tensor
+    requests: tuple[RequestRows, ...]
+    shared: tuple[SharedRun, ...]
+    window: int | None
+    private: tuple[PrivateRows, ...]
+    passes: tuple[SharedPass, ...]
+    num_levels: int
     prefills: tuple[PrefillRows, ...]
     decodes: tuple[DecodeGroup, ...]
+    implementation: str
     num_blocks: int
     block_size: int
+    key: Tensor
 
 
-def plan(
+_keys = itertools.count(1)
+_plans: Final[WeakValueDictionary[int, PagedPlan]] = WeakValueDictionary()
+
+
+def live_plan(key: int) -> PagedPlan:
+    """Return the plan that a key names.
+
+    Raises:
+        KeyError: it is not alive any more.
+    """
+    try:
+        return _plans[key]
+    except KeyError:
+        raise KeyError(
+            f"no plan of key {key} is alive: keep the plan while its step runs"
+        ) from None
+
+
+def plan(  # noqa: PLR0913
     requests: Sequence[RequestRows],
     *,
     num_blocks: int,
@@ -138,163 +155,180 @@ def plan(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     fixed_shapes: bool = False,
+    shared: Sequence[SharedRun] = (),
+    implementation: str = "auto",
+    window: int | None = None,
 ) -> PagedPlan:
-    """Work out one step for `write_kv` and `paged_attention`.
+    """Work out one step for `write_kv`, `paged_attention` and `cascade_attention`.
 
     Args:
         requests: in the order of their rows. May be empty.
         num_blocks: blocks in the caches.
         block_size: tokens per block.
         device: where the caches are.
-        dtype: theirs. It decides what is computed in: a step for caches of another type is right,
-            too, but slower.
+        dtype: what keys and values are multiplied in; the queries' dtype. A step for queries of
+            another type is right, too, but slower.
         fixed_shapes: attend in calls of one shape only. In float32 on a CPU a row's result is then
             the same, bit for bit, whatever else is in the step and however its request was split
-            over steps; decode costs several times more.
+            over steps; decode costs several times more. Shares nothing, and is only for `sdpa`,
+            which `auto` then means.
+        shared: runs of blocks to read once for all their members. One that the window of a member
+            cuts is not used: its keys are private then.
+        implementation: `reference`, `sdpa`, `compiled`, `triton`, or `auto`: see `chosen`.
+        window: a row sees only so many last keys, its own included. None: all.
 
     Raises:
         ValueError: a request has no rows, more rows than keys, too few blocks for its keys, or a
-            block id outside the caches.
+            block id outside the caches; a shared run is not what `SharedRun` says; the window is
+            below 1; the implementation is unknown or cannot run here; or fixed shapes are asked
+            for with shared runs or another implementation than `sdpa`.
 
-    Complexity: O(keys of all requests).
+    Complexity: O(blocks) of all requests, plus O(keys) of those with several rows.
     """
-    tables: list[Tensor] = []
-    for index, request in enumerate(requests):
-        _check(index, request, num_blocks=num_blocks, block_size=block_size)
-        tables.append(_slots(request, block_size))
-    starts = [0]
-    for request in requests:
-        starts.append(starts[-1] + request.num_queries)
-
-    new_slots = [slots[-r.num_queries :] for r, slots in zip(requests, tables, strict=True)]
-    singles = [i for i, r in enumerate(requests) if r.num_queries == 1 and not fixed_shapes]
-    several = [i for i, r in enumerate(requests) if r.num_queries > 1 or fixed_shapes]
-    make = _fixed_rows if fixed_shapes else _prefill_rows
+    device = torch.device(device)
+    _check_options(fixed_shapes=fixed_shapes, shared=shared, window=window, name=implementation)
+    name = "sdpa" if fixed_shapes else chosen(implementation, device=device)[0]
+    check_requests(requests, block_size)
+    check_runs(requests, shared, block_size)
+    used = seen_whole(requests, shared, block_size=block_size, window=window)
+    private = private_rows(requests, used, block_size=block_size, window=window)
+    for run in used:
+        _check_ids(run.members[0], _blocks(requests, run), num_blocks)
+    for index, rows in enumerate(private):
+        _check_ids(index, rows.blocks, num_blocks)
+    several = [rows for rows in private if rows.num_rows > 1 or fixed_shapes]
+    singles = [rows for rows in private if rows.num_rows == 1 and not fixed_shapes]
     like = torch.empty(0, dtype=dtype, device=device)
-    return PagedPlan(
-        num_rows=starts[-1],
-        slot_mapping=torch.cat(new_slots or [torch.zeros(0, dtype=torch.int64)]).to(device),
-        prefills=tuple(make(requests[i], tables[i], starts[i], like=like) for i in several),
-        decodes=tuple(
-            _decode_group([tables[i] for i in group], [starts[i] for i in group], like=like)
-            for group in _grouped(singles, [r.num_keys for r in requests])
+    make = fixed_rows if fixed_shapes else prefill_rows
+    num_rows = sum(request.num_queries for request in requests)
+    levels = _levels(used)
+    key = next(_keys)
+    made = PagedPlan(
+        num_rows=num_rows,
+        slot_mapping=_new_slots(private, block_size).to(device),
+        requests=tuple(requests),
+        shared=used,
+        window=window,
+        private=tuple(private),
+        passes=tuple(
+            _pass(run, level, requests, private, block_size=block_size, like=like)
+            for run, level in zip(used, levels, strict=True)
         ),
+        num_levels=max(levels, default=-1) + 1,
+        prefills=tuple(make(rows, like=like) for rows in several),
+        decodes=tuple(_decode_group(group, device) for group in _grouped(singles)),
+        implementation=name,
         num_blocks=num_blocks,
         block_size=block_size,
+        key=torch.tensor(key),
     )
+    _plans[key] = made
+    return made
 
 
-def _check(index: int, request: RequestRows, *, num_blocks: int, block_size: int) -> None:
-    if not 1 <= request.num_queries <= request.num_keys:
-        raise ValueError(
-            f"request {index} has {request.num_queries} rows and {request.num_keys} keys: "
-            "expected at least 1 row and no more rows than keys"
-        )
-    num_needed = -(-request.num_keys // block_size)
-    used = request.block_table[:num_needed]
-    if len(used) < num_needed:
-        raise ValueError(
-            f"request {index} has {request.num_keys} keys in {len(used)} blocks of {block_size}: "
-            f"expected {num_needed} blocks"
-        )
-    if min(used) < 0 or max(used) >= num_blocks:
+def _check_options(
+    *, fixed_shapes: bool, shared: Sequence[SharedRun], window: int | None, name: str
+) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: expected at least 1, or None")
+    if fixed_shapes and shared:
+        raise ValueError(f"fixed shapes share nothing, but there are {len(shared)} shared runs")
+    if fixed_shapes and name not in ("auto", "sdpa"):
+        raise ValueError(f"fixed shapes are for sdpa only, not for {name}")
+
+
+def _check_ids(index: int, blocks: Sequence[int], num_blocks: int) -> None:
+    if min(blocks) < 0 or max(blocks) >= num_blocks:
         raise ValueError(f"request {index} has a block id outside [0, {num_blocks})")
 
 
-def _slots(request: RequestRows, block_size: int) -> Tensor:
-    num_used = -(-request.num_keys // block_size)
-    blocks = torch.tensor(request.block_table[:num_used], dtype=torch.int64)
-    slots = blocks[:, None] * block_size + torch.arange(block_size)
-    return slots.flatten()[: request.num_keys]
+def _blocks(requests: Sequence[RequestRows], run: SharedRun) -> Sequence[int]:
+    return requests[run.members[0]].block_table[run.first_block : run.end_block]
 
 
-def _run_or_index(slots: Tensor, device: torch.device | str) -> slice | Tensor:
-    """Return a slice where the slots follow each other: attention then reads them in place."""
-    first, last = int(slots[0]), int(slots[-1])
-    is_run = last - first + 1 == len(slots) and bool((slots[1:] > slots[:-1]).all())
-    return slice(first, last + 1) if is_run else slots.to(device)
+def _levels(shared: Sequence[SharedRun]) -> list[int]:
+    """Give each run the lowest level at which it has no member in common with those before."""
+    taken: dict[int, set[int]] = {}
+    levels: list[int] = []
+    for run in shared:
+        others = set().union(*(taken.get(member, ()) for member in run.members))
+        level = next(n for n in itertools.count() if n not in others)
+        for member in run.members:
+            taken.setdefault(member, set()).add(level)
+        levels.append(level)
+    return levels
 
 
-def _causal(num_rows: int, num_keys: int) -> Tensor:
-    """Return who sees what when the rows are the last of the keys."""
-    return torch.ones(num_rows, num_keys, dtype=torch.bool).tril(num_keys - num_rows)
+def _pass(
+    run: SharedRun,
+    level: int,
+    requests: Sequence[RequestRows],
+    private: Sequence[PrivateRows],
+    *,
+    block_size: int,
+    like: Tensor,
+) -> SharedPass:
+    rows = [
+        row
+        for member in run.members
+        for row in range(private[member].row, private[member].row + private[member].num_rows)
+    ]
+    first = rows[0]
+    return SharedPass(
+        rows=slice(first, first + len(rows))
+        if rows[-1] - first + 1 == len(rows)  # they ascend
+        else int64(rows).to(like.device),
+        num_rows=len(rows),
+        blocks=block_ids(_blocks(requests, run), like.device),
+        num_keys=run.num_blocks * block_size,
+        level=level,
+        dtype=compute_dtype(len(rows), like.dtype, like.device),
+    )
 
 
-def _mask(sees: Tensor, like: Tensor) -> Tensor:
-    """Return what to add to the scores: torch would make the same of `sees`, in every layer."""
-    mask = torch.zeros(sees.shape, dtype=like.dtype).masked_fill_(~sees, -torch.inf)
-    return mask.to(like.device)
+def _new_slots(private: Sequence[PrivateRows], block_size: int) -> Tensor:
+    slots: list[int] = []
+    for rows in private:
+        blocks = rows.blocks
+        slots += [
+            blocks[key // block_size] * block_size + key % block_size
+            for key in range(rows.num_keys - rows.num_rows, rows.num_keys)
+        ]
+    return int64(slots) if slots else torch.zeros(0, dtype=torch.int64)
 
 
-def _prefill_rows(request: RequestRows, slots: Tensor, start: int, *, like: Tensor) -> PrefillRows:
-    num_rows, num_keys = request.num_queries, request.num_keys
-    if num_rows >= _FLOAT32_ROWS and _is_slow_in(like):
-        like = like.float()
-    if num_rows == num_keys:
-        tiles = [Tile(start, num_rows, 0, num_keys, mask=None, is_causal=True)]
-    else:
-        tiles = []
-        for first in range(0, num_rows, _TILE_ROWS):
-            size = min(_TILE_ROWS, num_rows - first)
-            seen = num_keys - num_rows + first + size
-            mask = _mask(_causal(size, seen), like)
-            tiles.append(Tile(start + first, size, 0, seen, mask=mask, is_causal=False))
-    return PrefillRows(_run_or_index(slots, like.device), tuple(tiles), like.dtype)
-
-
-def _is_slow_in(like: Tensor) -> bool:
-    """Tell whether many rows are attended to faster in float32 than in this dtype."""
-    on_cpu = like.dtype == torch.bfloat16 and like.device.type == "cpu"
-    return on_cpu and not torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (no public name)
-
-
-def _fixed_rows(request: RequestRows, slots: Tensor, start: int, *, like: Tensor) -> PrefillRows:
-    """Like `_prefill_rows`, but every call has 16 rows and a multiple of 512 keys."""
-    num_rows, num_keys = request.num_queries, request.num_keys
-    tiles = []
-    for first in range(0, num_rows, _FIXED_ROWS):
-        size = min(_FIXED_ROWS, num_rows - first)
-        seen = num_keys - num_rows + first + size
-        padded = -(-seen // _FIXED_KEYS) * _FIXED_KEYS
-        sees = torch.zeros(_FIXED_ROWS, padded, dtype=torch.bool)
-        sees[:size, :seen] = _causal(size, seen)
-        sees[size:, 0] = True  # a row that sees nothing is undefined
-        pad = _FIXED_ROWS - size
-        tiles.append(Tile(start + first, size, pad, padded, _mask(sees, like), is_causal=False))
-    pad_keys = slots[:1].expand(-num_keys % _FIXED_KEYS)
-    return PrefillRows(torch.cat([slots, pad_keys]).to(like.device), tuple(tiles), like.dtype)
-
-
-def _grouped(singles: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+def _grouped(singles: Sequence[PrivateRows]) -> Iterator[list[PrivateRows]]:
     """Split decode requests into groups of similar length, longest first, each bounded."""
-    group: list[int] = []
+    group: list[PrivateRows] = []
     longest = num_real = 0
-    for index in sorted(singles, key=lambda i: lengths[i], reverse=True):
+    for rows in sorted(singles, key=lambda rows: rows.num_keys, reverse=True):
         padded = longest * (len(group) + 1)
-        fits = padded <= _GROUP_TOKENS and num_real + lengths[index] >= _GROUP_FILL * padded
+        fits = padded <= _GROUP_TOKENS and num_real + rows.num_keys >= _GROUP_FILL * padded
         if group and not fits:
             yield group
             group = []
         if not group:
-            longest, num_real = lengths[index], 0
-        group.append(index)
-        num_real += lengths[index]
+            longest, num_real = rows.num_keys, 0
+        group.append(rows)
+        num_real += rows.num_keys
     if group:
         yield group
 
 
-def _decode_group(tables: Sequence[Tensor], rows: Sequence[int], *, like: Tensor) -> DecodeGroup:
-    row_index = torch.tensor(rows, dtype=torch.int64).to(like.device)
-    if len(tables) == 1:
-        return DecodeGroup(row_index, _run_or_index(tables[0], like.device), mask=None)
-    longest = max(len(table) for table in tables)
-    slots = torch.stack(
-        [torch.cat([table, table[:1].expand(longest - len(table))]) for table in tables]
-    )
-    lengths = torch.tensor([len(table) for table in tables])
-    is_real = torch.arange(longest) < lengths[:, None]
+def _decode_group(group: Sequence[PrivateRows], device: torch.device) -> DecodeGroup:
+    width = len(group[0].blocks)  # the longest is the first
+    buffer = array("q")
+    for rows in group:
+        buffer.extend(rows.blocks)
+        buffer.extend([rows.blocks[0]] * (width - len(rows.blocks)))
+    tables = torch.frombuffer(buffer, dtype=torch.int64).view(len(group), width)
+    num_keys = group[0].num_keys
     return DecodeGroup(
-        row_index,
-        slots.flatten().to(like.device),
-        mask=None if bool(is_real.all()) else _mask(is_real, like)[:, None, None, :],
+        rows=int64([rows.row for rows in group]).to(device),
+        tables=tables.to(device),
+        lengths=int64([rows.num_keys for rows in group]).to(device),
+        first_keys=int64([max(0, rows.first_key) for rows in group]).to(device),
+        lone_blocks=block_ids(group[0].blocks, device) if len(group) == 1 else None,
+        num_keys=num_keys,
+        is_even=all(rows.num_keys == num_keys and rows.first_key <= 0 for rows in group),
     )

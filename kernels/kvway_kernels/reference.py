@@ -1,7 +1,7 @@
 """The specification: attention over a paged cache in eager float32, one row at a time.
 
 Clear, not fast. Everything else in this package is tested against it, and it is tested against
-float64.
+float64. It knows nothing of shared runs: they change how keys are read, never the result.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvway_kernels.plan import RequestRows
+from kvway_kernels.rows import RequestRows
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0913
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     requests: Sequence[RequestRows],
     *,
     scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Attend each row to its request's keys up to its own, in `dtype`.
@@ -28,22 +30,38 @@ def paged_attention(
     Shapes: q [num_rows, num_heads, head_dim]; k_cache, v_cache [num_blocks, block_size,
     num_kv_heads, head_dim]; out as q; lse [num_rows, num_heads].
 
+    Args:
+        q: the queries.
+        k_cache: the keys.
+        v_cache: the values.
+        requests: who owns which rows, and where their keys are.
+        scale: factor on the scores.
+        softcap: scores become softcap * tanh(score / softcap).
+        window: a row sees only so many last keys, its own included.
+        dtype: what is computed in.
+
     Returns:
-        out: the attention, in `dtype`.
-        lse: natural logarithm of the sum of the exponentiated scores, in `dtype`.
+        out: the attention, in `dtype`; zero in rows behind the requests'.
+        lse: natural logarithm of the sum of the exponentiated scores, in `dtype`; -inf there.
     """
-    out, lse = torch.zeros_like(q, dtype=dtype), q.new_zeros(q.shape[:2], dtype=dtype)
+    out = torch.zeros_like(q, dtype=dtype)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
     row = 0
     for request in requests:
         k = _gather(k_cache, request).to(dtype)
         v = _gather(v_cache, request).to(dtype)
-        for num_seen in range(request.num_keys - request.num_queries + 1, request.num_keys + 1):
-            out[row], lse[row] = attention(q[row].to(dtype), k[:num_seen], v[:num_seen], scale)
+        for end in range(request.num_keys - request.num_queries + 1, request.num_keys + 1):
+            seen = slice(0 if window is None else max(0, end - window), end)
+            out[row], lse[row] = attention(
+                q[row].to(dtype), k[seen], v[seen], scale, softcap=softcap
+            )
             row += 1
     return out, lse
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend one row to all the given keys; with no keys at all the result is (0, -inf).
 
     Shapes: q [num_heads, head_dim]; k, v [num_keys, num_kv_heads, head_dim]; out as q;
@@ -53,6 +71,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Te
     k = k.repeat_interleave(num_heads // num_kv_heads, dim=1)
     v = v.repeat_interleave(num_heads // num_kv_heads, dim=1)
     scores = torch.einsum("hd,khd->hk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     lse = torch.logsumexp(scores, dim=1)
     if not len(k):
         return torch.zeros_like(q), lse

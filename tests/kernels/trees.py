@@ -1,0 +1,164 @@
+"""Random requests whose tables form trees of shared runs, in a cache of scattered blocks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvway_kernels import reference
+from kvway_kernels.api import RequestRows, SharedRun, cascade_attention, plan
+
+BLOCK_SIZE = 16
+
+IMPLEMENTATIONS = ("reference", "sdpa")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a tree is made of.
+
+    Attributes:
+        runs: (members, first block, blocks) each.
+        lengths: (rows, keys) of each request.
+    """
+
+    runs: tuple[tuple[tuple[int, ...], int, int], ...]
+    lengths: tuple[tuple[int, int], ...]
+
+
+TREES = {
+    "nothing shared": Shape((), ((1, 33), (4, 20))),
+    "one prefix": Shape((((0, 1, 2), 0, 3),), ((1, 49), (1, 70), (1, 64))),
+    "one token behind it": Shape((((0, 1), 0, 2),), ((1, 33), (1, 33))),
+    "two groups and a lone one": Shape(
+        (((0, 1), 0, 2), ((3, 4), 0, 4)), ((1, 40), (1, 50), (1, 45), (1, 90), (1, 65))
+    ),
+    "three levels": Shape(
+        (((0, 1, 2, 3, 4), 0, 2), ((0, 1, 2), 2, 3), ((3, 4), 2, 1), ((1, 2), 5, 1)),
+        ((1, 90), (1, 97), (1, 113), (1, 49), (1, 60)),
+    ),
+    "a level missing in the middle": Shape(
+        (((0, 1, 2), 0, 2), ((0, 2), 4, 2)), ((1, 100), (1, 60), (1, 97))
+    ),
+    "not from the start": Shape((((0, 1), 1, 2),), ((1, 60), (1, 80))),
+    "members apart": Shape((((0, 2, 5), 0, 3), ((1, 4), 0, 1)), ((1, 60),) * 6),
+    "chunks, drafts and whole prompts": Shape(
+        (((0, 1, 3), 0, 2), ((1, 3), 2, 1)), ((7, 39), (1, 80), (30, 30), (5, 60), (1, 2))
+    ),
+    "block border -1": Shape((((0, 1), 0, 1),), ((1, 31), (15, 31))),
+    "block border": Shape((((0, 1), 0, 1),), ((1, 32), (16, 32))),
+    "block border +1": Shape((((0, 1), 0, 2),), ((1, 33), (1, 33))),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Inputs of one step."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    requests: tuple[RequestRows, ...]
+    shared: tuple[SharedRun, ...]
+    scale: float
+    softcap: float | None = None
+    window: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        shape: Shape,
+        *,
+        heads: tuple[int, int] = (6, 2),
+        head_dim: int = 64,
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        poison: float | None = None,
+        softcap: float | None = None,
+        window: int | None = None,
+    ) -> Tree:
+        """Make random requests in scattered blocks. Block 0 belongs to nobody.
+
+        Where `poison` is given it fills every slot that no request owns.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        counts = [-(-keys // BLOCK_SIZE) for _, keys in shape.lengths]
+        num_blocks = sum(counts) + 3
+        order = list(range(1, num_blocks))
+        random.Random(seed).shuffle(order)
+        tables = [[order.pop() for _ in range(count)] for count in counts]
+        for members, first, size in shape.runs:
+            for member in members[1:]:
+                tables[member][first : first + size] = tables[members[0]][first : first + size]
+        size = (num_blocks, BLOCK_SIZE, heads[1], head_dim)
+        caches = [torch.randn(size, generator=generator).to(dtype) for _ in range(2)]
+        if poison is not None:
+            owned = _owned(tables, shape.lengths, num_blocks)
+            for cache in caches:
+                cache[~owned] = poison
+        num_rows = sum(rows for rows, _ in shape.lengths)
+        q = torch.randn(num_rows, heads[0], head_dim, generator=generator).to(dtype)
+        return cls(
+            q,
+            *caches,
+            tuple(
+                RequestRows(rows, keys, table)
+                for (rows, keys), table in zip(shape.lengths, tables, strict=True)
+            ),
+            tuple(SharedRun(*run) for run in shape.runs),
+            head_dim**-0.5,
+            softcap,
+            window,
+        )
+
+    def run(self, implementation: str) -> tuple[Tensor, Tensor]:
+        """Attend, with the runs shared."""
+        step = plan(
+            self.requests,
+            num_blocks=len(self.k_cache),
+            block_size=BLOCK_SIZE,
+            dtype=self.q.dtype,
+            shared=self.shared,
+            implementation=implementation,
+            window=self.window,
+        )
+        return cascade_attention(
+            self.q, self.k_cache, self.v_cache, step, scale=self.scale, softcap=self.softcap
+        )
+
+    def specified(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+        """Return what the reference makes of it, in `dtype`."""
+        return reference.paged_attention(
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.requests,
+            scale=self.scale,
+            softcap=self.softcap,
+            window=self.window,
+            dtype=dtype,
+        )
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the relative L2 error."""
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+def lse_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest error, relative where the lse is above 1."""
+    return float(((actual.double() - expected).abs() / expected.abs().clamp(min=1)).max())
+
+
+def _owned(
+    tables: Sequence[Sequence[int]], lengths: Sequence[tuple[int, int]], num_blocks: int
+) -> Tensor:
+    owned = torch.zeros(num_blocks, BLOCK_SIZE, dtype=torch.bool)
+    for table, (_, num_keys) in zip(tables, lengths, strict=True):
+        for position in range(num_keys):
+            owned[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = True
+    return owned
