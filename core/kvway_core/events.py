@@ -266,9 +266,10 @@ def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
     try:
         if _is_map(memoryview(raw)):
             return _MAP_DECODER.decode(raw)
-        return _ARRAY_DECODER.decode(raw).event()
+        event: KVEvent = _ARRAY_DECODER.decode(raw).event()
     except (ValueError, RecursionError):
         return None
+    return event
 
 
 def _is_map(raw: Sequence[int]) -> bool:

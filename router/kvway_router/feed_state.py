@@ -1,8 +1,8 @@
-"""What to do with each batch of KV events, from its number and boot id alone. Pure.
+"""What to do with each batch of KV events, from its number, time and boot id alone. Pure.
 
     live batch       in order: applied
                      behind a missing number: kept, and the gap is replayed first
-                     of another boot: the replica is cleared, and all is replayed
+                     of another life: the replica is cleared, and all is replayed
                      seen before: ignored
     replayed batch   next in order: applied
                      behind a missing number: what is between is gone; cleared, then applied
@@ -11,6 +11,13 @@
 
 A replay is asked for from the last batch that was applied, so that a worker that did not restart
 always has an answer.
+
+Our workers name their lives (boot ids). Of an engine that does not, another life shows in a live
+number that is not above the one before, which a connection never does of itself; in a worker that
+no longer has the last batch; and in a last batch that was sent at another time than ours.
+
+An engine without a socket for replays is followed from where it is. Behind a missing number
+everything is cleared, for what is lost may have been removals.
 
 What cannot be replayed any more may have held removals, so the replica is cleared: a missed block
 costs less than one that is not there.
@@ -115,10 +122,15 @@ Action: TypeAlias = Apply | Clear | Replay
 
 
 class FeedState:
-    """What to do with each batch, from its number and boot id alone. Pure.
+    """What to do with each batch, from its number, time and boot id alone. Pure.
 
     Each method returns what has to be done, in order. At most one replay is outstanding; its end
     or failure must be told.
+
+    Args:
+        options: Limits.
+        stats: Counted up.
+        can_replay: Whether the worker can be asked for batches again.
 
     Invariants:
         1. Batches of one boot are applied in order of their numbers, each once.
@@ -127,8 +139,11 @@ class FeedState:
     """
 
     __slots__ = (
+        "_can_replay",
         "_is_answered",
         "_known_from",
+        "_last_live",
+        "_last_ts",
         "_num_pending_blocks",
         "_options",
         "_past_boots",
@@ -139,8 +154,8 @@ class FeedState:
         "stats",
     )
 
-    def __init__(self, *, options: FeedOptions, stats: FeedStats) -> None:
-        """Start knowing nothing; `start` is to be called first."""
+    def __init__(self, *, options: FeedOptions, stats: FeedStats, can_replay: bool = True) -> None:
+        """Start knowing nothing; `start` or `resume` is to be called first."""
         self.boot_id: str | None = None
         self.next_seq = 0
         self.replaying = False
@@ -153,11 +168,23 @@ class FeedState:
         # existed by then, so a replay that ends without them means that they are gone.
         self._known_from: int | None = None
         self._is_answered = False
+        self._can_replay = can_replay
+        self._last_live: int | None = None
+        self._last_ts: float | None = None
 
     def start(self) -> list[Action]:
         """Clears, and asks for everything from the first batch on."""
         self._forget()
-        return [Clear(ClearReason.START), self._replay()]
+        return [Clear(ClearReason.START), *self._ask()]
+
+    def resume(self, boot_id: str, next_seq: int) -> list[Action]:
+        """Takes what is listed for true up to a number of one life, and asks for what comes next.
+
+        If the worker lives another life, or no longer has what comes next, all is cleared.
+        """
+        self._forget()
+        self.boot_id, self.next_seq = boot_id, next_seq
+        return self._ask()
 
     def on_batch(self, seq: int, batch: EventBatch) -> list[Action]:
         """Takes a live batch."""
@@ -166,21 +193,30 @@ class FeedState:
                 self.stats.num_duplicates += 1
                 return []
             if self.boot_id is not None:
-                actions = self._restart(batch.boot_id)
-                self._keep(seq, batch)
-                self.replaying = False
-                return [*actions, self._replay()]
+                return self._begin_again(seq, batch)
             self.boot_id = batch.boot_id
+        elif batch.boot_id is None and self._last_live is not None and seq <= self._last_live:
+            return self._begin_again(seq, batch)
+        is_first, self._last_live = self._last_live is None, seq
+        return self._go_on(seq, batch, is_first=is_first)
+
+    def _go_on(self, seq: int, batch: EventBatch, *, is_first: bool) -> list[Action]:
+        """Takes a live batch of the life that is followed."""
+        if not self._can_replay and seq != self.next_seq:
+            # Whoever joins in the middle has missed nothing: nothing is listed yet.
+            self.stats.num_gaps += not is_first
+            return [*([] if is_first else [self._lose()]), self._apply(seq, batch)]
         if seq < self.next_seq:
             self.stats.num_duplicates += 1
-            return []
+            # What a replay told already, or another life that has not come so far yet.
+            is_doubtful = is_first and batch.boot_id is None and not self.replaying
+            return self._ask() if is_doubtful else []
         if not self.replaying and seq == self.next_seq:
             return [self._apply(seq, batch)]
         self._keep(seq, batch)
-        if self.replaying:
-            return []
-        self.stats.num_gaps += 1
-        return [self._replay()]
+        is_gap = not self.replaying
+        self.stats.num_gaps += is_gap
+        return [self._replay()] if is_gap else []
 
     def on_replayed(self, seq: int, batch: EventBatch) -> list[Action]:
         """Takes a replayed batch."""
@@ -196,6 +232,12 @@ class FeedState:
                 if not asked_from_start:
                     return [*actions, self._replay()]
             self.boot_id = batch.boot_id
+        elif (
+            batch.boot_id is None
+            and seq == self.next_seq - 1
+            and self._last_ts not in (None, batch.ts)
+        ):
+            return [*self._restart(None), self._replay()]
         if seq < self.next_seq:
             return actions
         if seq > self.next_seq:
@@ -222,7 +264,19 @@ class FeedState:
 
     def resync(self) -> list[Action]:
         """Asks again for what comes next: after a failed replay, or to learn of a silent loss."""
-        return [self._replay()]
+        return self._ask()
+
+    def _begin_again(self, seq: int, batch: EventBatch) -> list[Action]:
+        """Goes over to the life of the worker that a live batch comes from."""
+        actions: list[Action] = self._restart(batch.boot_id)
+        self._last_live = seq
+        if not self._can_replay:
+            return [*actions, self._apply(seq, batch)]
+        self._keep(seq, batch)
+        return [*actions, self._replay()]
+
+    def _ask(self) -> list[Action]:
+        return [self._replay()] if self._can_replay else []
 
     def _replay(self) -> Replay:
         self.replaying = True
@@ -242,6 +296,7 @@ class FeedState:
 
     def _forget(self) -> None:
         self.next_seq = 0
+        self._last_live = self._last_ts = None
         self._known_from = None
         self._drop_pending(lambda _seq, _batch: True)
 
@@ -255,6 +310,7 @@ class FeedState:
 
     def _apply(self, seq: int, batch: EventBatch) -> Apply:
         self.next_seq = seq + 1
+        self._last_ts = batch.ts
         self.stats.num_batches += 1
         self.stats.num_events += len(batch.events)
         self.stats.num_bad += batch.num_skipped

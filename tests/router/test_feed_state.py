@@ -114,10 +114,114 @@ def test_a_failed_replay_is_asked_for_again_with_what_is_known_now(state: FeedSt
     assert replay(state, 2, 3) == [Apply(batch())] * 2
 
 
-def test_workers_that_do_not_name_their_boots_are_followed() -> None:
+def at(ts: float) -> EventBatch:
+    """A batch of an engine that does not name its boots, sent at a time."""
+    return EventBatch(ts=ts, events=())
+
+
+@pytest.fixture
+def anonymous() -> FeedState:
+    """A feed that was told 0 and 1 by a replay and then saw 2, of an engine without boot ids."""
     state = FeedState(options=FeedOptions(), stats=FeedStats())
     state.start()
-    anonymous = batch(None)
-    state.on_replayed(0, anonymous)
+    assert state.on_replayed(0, at(0.0)) == [Apply(at(0.0))]
+    assert state.on_replayed(1, at(1.0)) == [Apply(at(1.0))]
+    assert state.on_replay_end() == []
+    assert state.on_batch(2, at(2.0)) == [Apply(at(2.0))]
+    return state
+
+
+@pytest.mark.parametrize("seq", [0, 1, 2])
+def test_a_live_number_that_goes_back_is_another_life(anonymous: FeedState, seq: int) -> None:
+    assert anonymous.on_batch(seq, at(9.0)) == [Clear(ClearReason.RESTART), Replay(0)]
+    for before in range(seq):
+        anonymous.on_replayed(before, at(8.0))
+    anonymous.on_replayed(seq, at(9.0))
+    assert anonymous.on_replay_end() == []
+    assert (anonymous.next_seq, anonymous.stats.num_restarts) == (seq + 1, 1)
+
+
+def test_another_life_that_is_further_than_the_last_shows_in_the_time_of_a_batch(
+    anonymous: FeedState,
+) -> None:
+    """It may have published more than we had seen, so that its numbers only go up."""
+    assert anonymous.on_batch(7, at(17.0)) == [Replay(2)]
+    assert anonymous.on_replayed(2, at(12.0)) == [Clear(ClearReason.RESTART), Replay(0)]
+
+
+def test_the_same_life_is_known_by_the_time_of_its_last_batch(anonymous: FeedState) -> None:
+    anonymous.on_batch(4, at(4.0))
+    assert anonymous.on_replayed(2, at(2.0)) == []
+    assert anonymous.on_replayed(3, at(3.0)) == [Apply(at(3.0))]
+    assert anonymous.on_replay_end() == [Apply(at(4.0))]
+
+
+def test_a_first_live_number_that_is_known_already_is_looked_into() -> None:
+    """It came late, or from a life that has not come as far: only the worker can tell."""
+    state = FeedState(options=FeedOptions(), stats=FeedStats())
+    state.start()
+    for seq in range(5):
+        state.on_replayed(seq, at(seq))
     state.on_replay_end()
-    assert state.on_batch(1, anonymous) == [Apply(anonymous)]
+    assert state.on_batch(3, at(13.0)) == [Replay(4)]
+    assert state.on_replay_end() == [Clear(ClearReason.RESTART), Replay(0)]
+
+
+# -- engines without a socket for replays -------------------------------------------------------
+
+
+@pytest.fixture
+def deaf() -> FeedState:
+    """A feed of an engine that cannot be asked, joined at its batch 7."""
+    state = FeedState(options=FeedOptions(), stats=FeedStats(), can_replay=False)
+    assert state.start() == [Clear(ClearReason.START)]
+    assert state.on_batch(7, at(7.0)) == [Apply(at(7.0))]
+    return state
+
+
+def test_without_replay_it_is_followed_from_where_it_is(deaf: FeedState) -> None:
+    assert deaf.on_batch(8, at(8.0)) == [Apply(at(8.0))]
+    assert (deaf.stats.num_gaps, deaf.stats.num_lost, deaf.resync()) == (0, 0, [])
+
+
+def test_without_replay_a_gap_clears(deaf: FeedState) -> None:
+    assert deaf.on_batch(9, at(9.0)) == [Clear(ClearReason.LOST), Apply(at(9.0))]
+    assert (deaf.stats.num_gaps, deaf.stats.num_lost) == (1, 1)
+
+
+@pytest.mark.parametrize("seq", [0, 6, 7])
+def test_without_replay_a_number_that_goes_back_clears_and_is_taken(
+    deaf: FeedState, seq: int
+) -> None:
+    """Nothing is ignored for having a number that was seen in the life before."""
+    assert deaf.on_batch(seq, at(9.0)) == [Clear(ClearReason.RESTART), Apply(at(9.0))]
+    assert deaf.on_batch(seq + 1, at(9.1)) == [Apply(at(9.1))]
+    assert deaf.stats.num_restarts == 1
+
+
+# -- after a restart of the router --------------------------------------------------------------
+
+
+@pytest.fixture
+def resumed() -> FeedState:
+    """A feed whose snapshot had batches 0 to 4 of the first life."""
+    state = FeedState(options=FeedOptions(), stats=FeedStats())
+    assert state.resume("boot-1", 5) == [Replay(4)]
+    return state
+
+
+def test_a_snapshot_is_gone_on_from(resumed: FeedState) -> None:
+    assert replay(resumed, 4, 5, 6) == [Apply(batch())] * 2
+    assert (resumed.next_seq, resumed.stats.num_restarts, resumed.stats.num_lost) == (7, 0, 0)
+
+
+def test_a_snapshot_of_another_life_is_cleared(resumed: FeedState) -> None:
+    assert replay(resumed, 4, boot_id="boot-2")[:2] == [Clear(ClearReason.RESTART), Replay(0)]
+
+
+def test_a_snapshot_that_is_too_old_to_go_on_from_is_cleared(resumed: FeedState) -> None:
+    assert replay(resumed, 9) == [Clear(ClearReason.LOST), Apply(batch())]
+
+
+def test_a_snapshot_that_knows_more_than_the_worker_is_cleared(resumed: FeedState) -> None:
+    assert resumed.on_replay_end() == [Clear(ClearReason.RESTART), Replay(0)]
