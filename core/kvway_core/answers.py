@@ -233,6 +233,20 @@ class KvEventsInfo(msgspec.Struct, frozen=True):
     topic: ShortText
 
 
+class AttentionInfo(msgspec.Struct, frozen=True):
+    """How a worker attends.
+
+    Attributes:
+        implementation: What computes attention.
+        reason: Why it was chosen.
+        cascade: "on" where a prefix that requests share is read once, else why it is not.
+    """
+
+    implementation: ShortText
+    reason: ShortText
+    cascade: ShortText
+
+
 WorkerState = Literal["starting", "ready", "draining", "failed"]
 
 
@@ -254,6 +268,7 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: Tokens of prompt and answer together.
         max_num_seqs: Requests in a batch at most.
         kv_events: None when it publishes none.
+        attention: None before the model is loaded, and of an engine that computes none.
     """
 
     boot_id: ShortText
@@ -270,3 +285,4 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Count
     max_num_seqs: Count
     kv_events: KvEventsInfo | None = None
+    attention: AttentionInfo | None = None

@@ -10,6 +10,7 @@ import msgspec
 
 from kvway_core.answers import (
     AssistantMessage,
+    AttentionInfo,
     BlockCounts,
     ChatChoice,
     ChatChunk,
@@ -85,6 +86,7 @@ __all__ = [
     "SSE_DONE",
     "AbortRequest",
     "AssistantMessage",
+    "AttentionInfo",
     "BlockCounts",
     "ChatChoice",
     "ChatChunk",

@@ -23,6 +23,7 @@ from kvway_core.web import make_runner
 from kvway_worker.api.app import build_app
 from kvway_worker.api.state import Worker
 from kvway_worker.engine import Engine, EngineLoop
+from kvway_worker.load import AttentionReading
 from kvway_worker.loading import load_model
 from kvway_worker.scheduling.sampling_params import TokenLogprobs
 from kvway_worker.scheduling.sequence import Sequence
@@ -55,6 +56,7 @@ class ScriptedEngine:
         self.num_blocks = num_blocks
         self.max_model_len = num_blocks * self.block_size
         self._script = list(script)
+        self.attends: AttentionReading | None = None
         self._fails_at = fails_at or frozenset()
         self._num_steps = 0
 
@@ -74,6 +76,10 @@ class ScriptedEngine:
                 if row.wants_prompt_logprobs
             },
         )
+
+    def attention(self) -> AttentionReading | None:
+        """Tell what was scripted."""
+        return self.attends
 
     def token(self, seq: Sequence) -> int:
         """Return the next token of an answer."""

@@ -73,6 +73,17 @@ def test_the_example_file_has_every_option_and_they_parse(tmp_path: Path) -> Non
         ("--device has no meaning with --engine sim", (*SIM, "--device", "cpu")),
         ("--deterministic has no meaning with --engine sim", (*SIM, "--deterministic")),
         ("--num-threads has no meaning with --engine sim", (*SIM, "--num-threads", "1")),
+        ("--attention has no meaning with --engine sim", (*SIM, "--attention", "sdpa")),
+        ("--compile has no meaning with --engine sim", (*SIM, "--no-compile")),
+        ("--cascade has no meaning with --engine sim", (*SIM, "--no-cascade")),
+        (
+            "--attention compiled and --no-compile exclude each other",
+            ("--model", "m", "--attention", "compiled", "--no-compile"),
+        ),
+        (
+            "--attention triton and --deterministic exclude each other",
+            ("--model", "m", "--attention", "triton", "--deterministic"),
+        ),
         ("--sim-decode-step-s has no meaning with --engine torch", sim_option("decode-step-s")),
         ("--sim-decode-s-per-seq has no meaning", sim_option("decode-s-per-seq")),
         ("--sim-prefill-tokens-per-s has no meaning", sim_option("prefill-tokens-per-s")),

@@ -12,6 +12,7 @@ import pytest
 from kvway_core.blocks import HashChain, Namespace
 from kvway_core.testing.fake_clock import FakeClock
 from kvway_worker.cache.cache_stats import MISS_REASONS
+from kvway_worker.load import AttentionReading
 from tests.worker.http_worker import (
     GatedEngine,
     Running,
@@ -23,6 +24,16 @@ from tests.worker.http_worker import (
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+ATTENDS = AttentionReading(
+    implementation="sdpa",
+    reason="asked for",
+    cascade="on",
+    num_shared_steps=3,
+    num_passes=5,
+    num_tokens_once=640,
+    num_tokens_saved=1600,
+    costs_s={"paged_key": 2e-8, "run": 1e-5},
+)
 
 
 def value(running: Running, name: str, **labels: str) -> float | None:
@@ -41,12 +52,32 @@ async def text_of(running: Running) -> str:
 
 async def test_metrics_are_as_agreed(byte_model: Path, golden: Callable[[str, str], None]) -> None:
     """Names, labels, buckets and help, after one hit, one miss and one refusal."""
-    async with serving(byte_model, ScriptedEngine(b"answer"), clock=FakeClock()) as running:
+    engine = ScriptedEngine(b"answer")
+    engine.attends = ATTENDS
+    async with serving(byte_model, engine, clock=FakeClock()) as running:
         for prompt in ("x" * 40, "x" * 40):
             await running.post(COMPLETIONS, completion(prompt, max_tokens=4))
         await running.post(COMPLETIONS, completion(max_tokens=-1))
         text = await text_of(running)
     golden("worker_metrics.txt", re.sub(r"^(# \w+ )?process_.*\n", "", text, flags=re.MULTILINE))
+
+
+async def test_what_attends_is_told_and_what_was_read_once_is_counted(byte_model: Path) -> None:
+    """In /metrics and in /load; of an engine that computes no attention, nothing."""
+    engine = ScriptedEngine(b"answer")
+    async with serving(byte_model, engine) as running:
+        assert "attention" not in await text_of(running)
+        assert (await running.get("/load"))[1]["attention"] is None
+        engine.attends = ATTENDS
+        await running.post(COMPLETIONS, completion(max_tokens=1))
+        named = {"implementation": "sdpa", "reason": "asked for", "cascade": "on"}
+        assert (await running.get("/load"))[1]["attention"] == named
+        assert value(running, "kvway_attention_info", **named) == 1
+        assert value(running, "kvway_cascade_steps_total") == 3
+        assert value(running, "kvway_cascade_passes_total") == 5
+        assert value(running, "kvway_cascade_tokens_read_once_total") == 640
+        assert value(running, "kvway_cascade_tokens_saved_total") == 1600
+        assert value(running, "kvway_cascade_cost_seconds", term="run") == 1e-5
 
 
 async def test_tokens_are_counted(byte_model: Path) -> None:
@@ -243,7 +274,9 @@ async def test_pinned_blocks_are_counted(byte_model: Path) -> None:
 
 async def test_the_page_of_metrics_lists_each_of_them(byte_model: Path) -> None:
     """docs/worker-metrics.md: every name, and no other."""
-    async with serving(byte_model) as running:
+    engine = ScriptedEngine(b"answer")
+    engine.attends = ATTENDS
+    async with serving(byte_model, engine) as running:
         names = set(re.findall(r"^# TYPE (\S+)", await text_of(running), flags=re.MULTILINE))
     page = (Path(__file__).parents[2] / "docs" / "worker-metrics.md").read_text()
     listed = set(re.findall(r"^\| `([\w:]+)", page, flags=re.MULTILINE))

@@ -17,7 +17,7 @@ from prometheus_client.utils import floatToGoString
 from typing_extensions import override
 
 from kvway_worker.cache.histogram import HistogramReading
-from kvway_worker.load import EngineLoad
+from kvway_worker.load import AttentionReading, EngineLoad
 
 _MODEL: Final = "model_name"
 _POOLS: Final = {"1x": 1.0, "2x": 2.0, "4x": 4.0}
@@ -215,6 +215,53 @@ class EngineCollector(Collector):
         )
         config.add_metric((self._model_name, str(self._block_size), str(load.num_blocks)), 1)
         yield config
+        if load.attention is not None:
+            yield from self._attention(load.attention)
+
+    def _attention(self, attention: AttentionReading) -> Iterator[Metric]:
+        info = GaugeMetricFamily(
+            "kvway_attention_info",
+            "What attends, why, and whether shared prefixes are read once; always 1.",
+            labels=(_MODEL, "implementation", "reason", "cascade"),
+        )
+        labels = (attention.implementation, attention.reason, attention.cascade)
+        info.add_metric((self._model_name, *labels), 1)
+        yield info
+        for name, text, value in (
+            (
+                "kvway_cascade_steps",
+                "Steps in which a prefix that requests share was read once for all of them.",
+                attention.num_shared_steps,
+            ),
+            (
+                "kvway_cascade_passes",
+                "Shared runs of blocks that were read once in a step.",
+                attention.num_passes,
+            ),
+            (
+                "kvway_cascade_tokens_read_once",
+                "Tokens of these runs, once per step.",
+                attention.num_tokens_once,
+            ),
+            (
+                "kvway_cascade_tokens_saved",
+                "Tokens of these runs that the other members did not read again.",
+                attention.num_tokens_saved,
+            ),
+        ):
+            counter = CounterMetricFamily(name, text, labels=(_MODEL,))
+            counter.add_metric((self._model_name,), value)
+            yield counter
+        yield self._by_label(
+            GaugeMetricFamily(
+                "kvway_cascade_cost_seconds",
+                "What attention costs on this machine in one layer, by term: paged_key (a key that"
+                " one request reads), run (a shared run), run_key (a key of it), run_pair (a key"
+                " of it for each member), merge (a member of it). None where nothing is shared.",
+                labels=(_MODEL, "term"),
+            ),
+            attention.costs_s.items(),
+        )
 
     def _by_label(
         self, family: GaugeMetricFamily | CounterMetricFamily, values: Iterable[tuple[str, float]]

@@ -113,6 +113,32 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionReading:
+    """How an engine attends, and what it read once for several requests. Counted from the start.
+
+    Attributes:
+        implementation: Name of what attends.
+        reason: Why it was chosen.
+        cascade: "on", or why shared prefixes are not read once.
+        num_shared_steps: Steps in which a shared prefix was read once.
+        num_passes: Shared runs of blocks that were read once.
+        num_tokens_once: Tokens of these runs.
+        num_tokens_saved: Tokens that the other members of the runs did not read again.
+        costs_s: What attention costs in one layer on this machine, seconds, by the names of
+            `CascadeCosts`; empty where nothing is shared.
+    """
+
+    implementation: str
+    reason: str
+    cascade: str
+    num_shared_steps: int
+    num_passes: int
+    num_tokens_once: int
+    num_tokens_saved: int
+    costs_s: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """An engine loop at one moment. Counters count from the start.
 
@@ -137,6 +163,7 @@ class EngineLoad:
         step_time_s: Time of all computed steps together, seconds.
         spans: Where requests spent their time.
         cache: Hits, misses and the lives of blocks.
+        attention: What attends; None of an engine that computes no attention.
     """
 
     num_running: int
@@ -159,6 +186,7 @@ class EngineLoad:
     step_time_s: float
     spans: Spans
     cache: CacheReading
+    attention: AttentionReading | None
 
 
 class Meter:
@@ -205,7 +233,7 @@ class Meter:
         self._step_tokens.observe(step.num_prefill_tokens + step.num_decode_tokens)
         self._rates.observe(step)
 
-    def read(self, scheduler: Scheduler) -> EngineLoad:
+    def read(self, scheduler: Scheduler, attention: AttentionReading | None) -> EngineLoad:
         """Returns the load now, between steps."""
         pool, counters = scheduler.pool, scheduler.counters
         return EngineLoad(
@@ -236,4 +264,5 @@ class Meter:
                 step_tokens=self._step_tokens.read(),
             ),
             cache=pool.stats.read(),
+            attention=attention,
         )

@@ -102,7 +102,7 @@ def _sim_engine(settings: WorkerSettings, encoder: PromptEncoder) -> SimEngine:
 
 
 def _torch_engine(settings: WorkerSettings, model_dir: Path) -> Engine:
-    from kvway_worker.torch_engine.engine import TorchEngine
+    from kvway_worker.torch_engine import AttentionOptions, TorchEngine
 
     gib = settings.kv_cache_gib
     return TorchEngine(
@@ -115,6 +115,9 @@ def _torch_engine(settings: WorkerSettings, model_dir: Path) -> Engine:
         max_model_len=settings.max_model_len,
         deterministic=settings.deterministic,
         num_threads=settings.num_threads,
+        attention=AttentionOptions(
+            settings.attention, compiles=settings.compile, cascade=settings.cascade
+        ),
     )
 
 

@@ -53,6 +53,22 @@ class WorkerSettings:
         help="where the model runs; auto is the GPU if there is one",
         choices=("auto", "cpu", "cuda"),
     )
+    attention: str = option(
+        "auto",
+        help="what attends, torch only: kernels compiled for this machine, torch's own operations,"
+        " or Triton's kernels for a GPU; auto takes the fastest that can run here",
+        choices=("auto", "compiled", "sdpa", "triton"),
+    )
+    compile: bool = option(
+        True,
+        help="let --attention auto take what is compiled when the worker starts, which takes a"
+        " while the first time; it is kept for the next start",
+    )
+    cascade: bool = option(
+        True,
+        help="read a prefix that requests of a batch share once for all of them, where that is"
+        " faster; torch only",
+    )
     num_threads: int | None = option(
         None,
         help="threads that compute on a CPU, torch only; give fewer where workers share the cores,"
@@ -197,6 +213,13 @@ class WorkerSettings:
             problems += self._too_large_for_sim()
         if self.deterministic and (self.dtype == "bfloat16" or self.device == "cuda"):
             problems.append("--deterministic works in float32 on a CPU: drop --dtype and --device")
+        if self.attention in ("compiled", "triton"):
+            wrong = [("--no-compile", not self.compile), ("--deterministic", self.deterministic)]
+            problems += [
+                f"--attention {self.attention} and {flag} exclude each other: drop one"
+                for flag, given in wrong
+                if given
+            ]
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
@@ -278,7 +301,16 @@ _AT_MOST: Final = (
     ("ngram_min_match", MAX_NGRAM),
     ("pin_quota", 1),
 )
-_TORCH_ONLY: Final = ("kv_cache_gib", "dtype", "device", "num_threads", "deterministic")
+_TORCH_ONLY: Final = (
+    "kv_cache_gib",
+    "dtype",
+    "device",
+    "attention",
+    "compile",
+    "cascade",
+    "num_threads",
+    "deterministic",
+)
 _SIM_ONLY: Final = (
     "sim_prefill_tokens_per_s",
     "sim_attention_s_per_pair",

@@ -115,6 +115,9 @@ class SimEngine:
             raise ShuttingDown("The engine is closed.")
         return StepResult(sampled, prompt_logprobs)
 
+    def attention(self) -> None:
+        """Returns nothing: no attention is computed."""
+
     def close(self) -> None:
         """Ends the engine; a step that waits raises at once."""
         self._closed.set()

@@ -16,7 +16,7 @@ import structlog
 from kvway_core.blocks import Namespace
 from kvway_core.clock import Clock
 from kvway_core.errors import EngineFailed
-from kvway_worker.load import EngineLoad, Meter, StepStats
+from kvway_worker.load import AttentionReading, EngineLoad, Meter, StepStats
 from kvway_worker.scheduling.sampling_params import SamplingParams
 from kvway_worker.scheduling.scheduler import Scheduler
 from kvway_worker.scheduling.sequence import Sequence as Request
@@ -49,6 +49,10 @@ class Engine(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes a step: copies first, then the KV of all rows, then what the rows read."""
+        ...
+
+    def attention(self) -> AttentionReading | None:
+        """Tells what attends and what it read once; None where no attention is computed."""
         ...
 
     def close(self) -> None:
@@ -89,7 +93,7 @@ class Stepper:
 
     def load(self) -> EngineLoad:
         """Returns how busy the engine is, between steps."""
-        return self._meter.read(self.scheduler)
+        return self._meter.read(self.scheduler, self._engine.attention())
 
     def close(self) -> None:
         """Ends the engine, from any thread; a step that fails for it fails no request."""

@@ -15,7 +15,7 @@ from typing import Final
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from kvway_core.api import BlockCounts, KvEventsInfo, LoadReport, WorkerState
+from kvway_core.api import AttentionInfo, BlockCounts, KvEventsInfo, LoadReport, WorkerState
 from kvway_core.blocks import SCHEME
 from kvway_core.clock import Clock
 from kvway_core.errors import EngineFailed, KvwayError, ShuttingDown
@@ -23,6 +23,7 @@ from kvway_worker.api.generation import Generator
 from kvway_worker.api.served_model import ServedModel
 from kvway_worker.engine import EngineLoop
 from kvway_worker.executor import BoundedExecutor
+from kvway_worker.load import AttentionReading
 from kvway_worker.metrics import WorkerMetrics
 from kvway_worker.settings import WorkerSettings
 
@@ -163,7 +164,12 @@ class Worker:
             max_model_len=self.model.max_model_len if self.model else 0,
             max_num_seqs=settings.max_num_seqs,
             kv_events=self._kv_events,
+            attention=_attention_info(load.attention) if load and load.attention else None,
         )
+
+
+def _attention_info(attention: AttentionReading) -> AttentionInfo:
+    return AttentionInfo(attention.implementation, attention.reason, attention.cascade)
 
 
 WORKER: Final = web.AppKey("worker", Worker)

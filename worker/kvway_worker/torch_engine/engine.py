@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,10 +13,18 @@ from torch import Tensor
 
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE, Namespace
 from kvway_core.errors import ConfigError
-from kvway_kernels.api import RequestRows, plan
+from kvway_worker.load import AttentionReading
+from kvway_worker.scheduling.prefix_groups import CascadeCosts
 from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
 from kvway_worker.scheduling.sequence import Sequence as Request
 from kvway_worker.scheduling.step import Row, StepPlan, StepResult
+from kvway_worker.torch_engine.attention import (
+    ALWAYS,
+    PLAIN,
+    Attention,
+    AttentionChoice,
+    AttentionOptions,
+)
 from kvway_worker.torch_engine.calls import Part, calls
 from kvway_worker.torch_engine.choosing import choose
 from kvway_worker.torch_engine.comparing import (
@@ -24,6 +33,7 @@ from kvway_worker.torch_engine.comparing import (
     check_prompt,
     check_scores,
 )
+from kvway_worker.torch_engine.compiling import keep_compiled, told
 from kvway_worker.torch_engine.decoder import FAMILIES
 from kvway_worker.torch_engine.kv_cache import PagedKVCache, blocks_to_allocate
 from kvway_worker.torch_engine.logprobs import token_logprobs
@@ -69,6 +79,7 @@ class TorchEngine:
         deterministic: bit for bit the same answers, slower.
         num_threads: threads that compute on the CPU, for the whole process; torch's own choice by
             default.
+        attention: how to attend; by default as plainly as can be.
 
     Raises:
         ConfigError: the model cannot be loaded or is not supported, the cache is too small for one
@@ -87,11 +98,13 @@ class TorchEngine:
         max_model_len: int | None = None,
         deterministic: bool = False,
         num_threads: int | None = None,
+        attention: AttentionOptions = PLAIN,
     ) -> None:
         torch_device = _choose_device(device)
         torch_dtype = _choose_dtype(dtype, torch_device, deterministic=deterministic)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        choice = AttentionChoice.of(attention, device=torch_device, deterministic=deterministic)
         model = HuggingFaceModel(model_dir, dtype=torch_dtype, device=torch_device)
         if deterministic and not model.has_own_decoder:
             problem = (
@@ -120,14 +133,17 @@ class TorchEngine:
         self._model = model
         self._cache = PagedKVCache(shape, num_blocks=self.num_blocks, device=torch_device)
         self._deterministic = deterministic
+        self._attention = self._new_attention(choice, ALWAYS if choice.cascades else None)
         try:
             with torch.inference_mode():
-                self._warm_up()
+                self._warm_up(choice)
                 if not model.has_own_decoder:
                     self._check_scores()
         except Exception as error:  # a family's own code may raise anything
             problem = f"model {model.model_type!r} in {model_dir} does not run on the paged cache"
             raise ConfigError([f"{problem}: {first_line(error)}"]) from error
+        costs = attention.costs if choice.cascades else None
+        self._attention = self._new_attention(choice, costs)
         _log.info(
             "torch_engine_loaded",
             model_dir=str(model_dir),
@@ -138,7 +154,14 @@ class TorchEngine:
             kv_cache_bytes=self.num_blocks * shape.bytes_per_block,
             max_model_len=self.max_model_len,
             deterministic=deterministic,
+            attention=choice.implementation,
+            attention_reason=choice.reason,
+            cascade=choice.cascade,
         )
+
+    def attention(self) -> AttentionReading:
+        """Return what attends, and what was read once since the engine was loaded."""
+        return self._attention.read()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute a step: copy blocks, then compute every row and store its keys and values.
@@ -150,6 +173,7 @@ class TorchEngine:
             return StepResult({})
         scores: list[Tensor] = []
         prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
+        self._attention.begin_step()
         with torch.inference_mode():
             self._cache.copy(plan.copies)
             for parts in self._calls(plan.rows):
@@ -187,26 +211,53 @@ class TorchEngine:
             positions += [0] * (_FIXED_ROWS - len(positions))
             keep += [0] * (_FIXED_ROWS - len(keep)) if keep else []
         device = self._model.device
-        step = plan(
-            [RequestRows(part.num_tokens, part.end, part.row.block_table) for part in parts],
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            device=device,
-            dtype=self._model.dtype,
-            fixed_shapes=self._deterministic,
-        )
         logits = self._model.forward(
             torch.tensor(token_ids, dtype=torch.int64, device=device),
             torch.tensor(positions, dtype=torch.int64, device=device),
             keep=torch.tensor(keep, dtype=torch.int64, device=device),
-            step=StepContext(self._cache, step),
+            step=StepContext(self._cache, self._attention.plan(parts)),
         )
         return logits[:num_kept]
 
-    def _warm_up(self) -> None:
-        """Run a prefill and a decode step."""
+    def _new_attention(self, choice: AttentionChoice, costs: CascadeCosts | None) -> Attention:
+        return Attention(
+            choice,
+            costs=costs,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            device=self._model.device,
+            dtype=self._model.dtype,
+            fixed_shapes=self._deterministic,
+        )
+
+    def _warm_up(self, choice: AttentionChoice) -> None:
+        """Run steps of every kind, so that all is compiled and nothing is slow later."""
+        if not choice.is_compiled:
+            self._small_steps()
+            return
+        with told("compiling_attention", kept_in=str(keep_compiled(os.environ))):
+            self._small_steps()
+
+    def _small_steps(self) -> None:
+        """Run a prefill, a decode step of one request, and one of several that share blocks."""
         num_tokens = min(_WARM_UP_TOKENS, self.max_model_len)
         self._compute([0] * num_tokens, chunks=(num_tokens - 1, 1), num_scored=1)
+        tables = self._shared_tables()
+        size = self.block_size
+        rows = []
+        for index, table in enumerate(tables):
+            seq = self._nobody(f"warm-up-{index}", [0] * ((len(table) - 1) * size + 1))
+            rows.append(Row(seq, (len(table) - 1) * size, 1, [0], table, sampling=(seq,)))
+        if rows:
+            self._forward([Part(row, row.start, row.end) for row in rows])
+            self._clear({block for table in tables for block in table})
+
+    def _shared_tables(self) -> tuple[tuple[int, ...], ...]:
+        """Return block tables that share at two levels, or what of it the cache has room for."""
+        room = min(self.num_blocks, 7), self.max_model_len // self.block_size
+        if room[0] == 7 and room[1] > 2:
+            return (0, 1, 3), (0, 1, 4), (0, 2, 5), (0, 2, 6)
+        return ((0, 1), (0, 2)) if room[0] > 2 and room[1] > 1 else ()
 
     def _check_scores(self) -> None:
         """Compare the model on the paged cache with itself without.
@@ -231,12 +282,7 @@ class TorchEngine:
 
         Shapes: result [at most num_scored of the last tokens of each chunk, vocab_size].
         """
-        seq = Request(
-            "warm-up",
-            token_ids,
-            params=SamplingParams(max_tokens=1),
-            namespace=Namespace("warm-up", block_size=self.block_size),
-        )
+        seq = self._nobody("warm-up", token_ids)
         blocks = range(-(-len(token_ids) // self.block_size))
         scores: list[Tensor] = []
         start = 0
@@ -247,9 +293,21 @@ class TorchEngine:
             row = Row(seq, start, size, ids, blocks, sampling=(seq,), num_drafts=num_drafts)
             scores += [self._forward(parts) for parts in self._calls([row])]
             start += size
-        for layer in (*self._cache.k, *self._cache.v):
-            layer[: len(blocks)] = 0
+        self._clear(blocks)
         return torch.cat(scores)
+
+    def _nobody(self, request_id: str, token_ids: Sequence[int]) -> Request:
+        """Return a request that nobody waits for."""
+        return Request(
+            request_id,
+            token_ids,
+            params=SamplingParams(max_tokens=1),
+            namespace=Namespace("warm-up", block_size=self.block_size),
+        )
+
+    def _clear(self, blocks: Iterable[int]) -> None:
+        for layer in (*self._cache.k, *self._cache.v):
+            layer[list(blocks)] = 0
 
 
 def _take_prompt_logprobs(
