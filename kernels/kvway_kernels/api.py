@@ -4,6 +4,9 @@ Shapes use one alphabet: T query rows of a step, Hq query heads, Hkv key/value h
 multiple of Hkv), D head size, P partial results. A cache is [num_blocks, block_size, Hkv, D]; the
 slot of a token is `block_id * block_size + offset`. Log-sum-exp (lse) is in nats, float32.
 
+A cache may be quantised (see `quant`): then it holds codes of int8 or float8_e4m3fn, only a block
+of it is contiguous, and its scales, bfloat16 [num_blocks, block_size, Hkv], are given beside it.
+
     step = plan(requests, num_blocks=..., block_size=..., shared=...)      once per step
     write_kv(k_cache, v_cache, k, v, step)                                 per layer
     out = paged_attention(q, k_cache, v_cache, step, scale=...)            per layer
@@ -18,6 +21,7 @@ from kvway_kernels import reference, sdpa
 from kvway_kernels.choice import IMPLEMENTATIONS, chosen
 from kvway_kernels.merging import merge_states
 from kvway_kernels.plan import PagedPlan, plan
+from kvway_kernels.quant import DTYPES, KV, SCALE_DTYPE, Quantised, store
 from kvway_kernels.rows import RequestRows, SharedRun
 
 __all__ = [
@@ -47,26 +51,38 @@ def write_kv(
     """Store the keys and values of a step's rows in their slots; every other slot is untouched.
 
     Shapes: k_cache, v_cache [num_blocks, block_size, Hkv, D], contiguous; k, v [>= T, Hkv, D], of
-    the caches' dtype and device. Rows behind the first T are ignored.
+    the caches' dtype and device, or of any floating dtype where these are quantised. Rows behind
+    the first T are ignored.
+
+    Args:
+        k_cache: one layer's keys.
+        v_cache: its values.
+        k: the rows' keys.
+        v: their values.
+        step: where they go.
+        k_scale: of quantised keys.
+        v_scale: of quantised values.
 
     Mutates:
-        k_cache, v_cache: the slots of `step.slot_mapping`.
+        k_cache, v_cache, k_scale, v_scale: the slots of `step.slot_mapping`.
 
     Raises:
         ValueError: a shape or dtype does not fit.
     """
-    _check_cache(k_cache, v_cache, step)
-    _refuse_scales(k_scale, v_scale)
-    for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
+    keys, values = _checked(k_cache, v_cache, step, k_scale, v_scale)
+    for name, rows, cache in (("k", k, keys), ("v", v, values)):
         if rows.shape[1:] != cache.shape[2:] or len(rows) < step.num_rows:
             raise ValueError(
                 f"{name} is {list(rows.shape)}: expected at least {step.num_rows} rows of "
                 f"{list(cache.shape[2:])}"
             )
+        if isinstance(cache, Quantised):
+            store(cache, rows[: step.num_rows], step.slot_mapping)
+            continue
         if rows.dtype != cache.dtype:
             raise ValueError(f"{name} is {rows.dtype}, its cache {cache.dtype}")
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, step.slot_mapping, k[: step.num_rows])
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, step.slot_mapping, v[: step.num_rows])
+        slots = cache.view(-1, *rows.shape[1:])
+        slots.index_copy_(0, step.slot_mapping, rows[: step.num_rows])
 
 
 def paged_attention(  # noqa: PLR0913
@@ -117,8 +133,8 @@ def cascade_attention(  # noqa: PLR0913
     slots that belong to a request are read for it: what other slots hold, NaN included, has no
     effect.
 
-    Shapes: q [>= T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D], of q's dtype,
-    contiguous.
+    Shapes: q [>= T, Hq, D]; k_cache, v_cache [num_blocks, block_size, Hkv, D], contiguous and of
+    q's dtype, or quantised.
 
     Args:
         q: the queries.
@@ -139,8 +155,7 @@ def cascade_attention(  # noqa: PLR0913
     Raises:
         ValueError: a shape or dtype does not fit, or the soft cap is not above zero.
     """
-    _check_cache(k_cache, v_cache, step)
-    _refuse_scales(k_scale, v_scale)
+    keys, values = _checked(k_cache, v_cache, step, k_scale, v_scale)
     num_kv_heads, head_dim = k_cache.shape[2:]
     is_grouped = q.ndim == 3 and q.shape[2] == head_dim and q.shape[1] % num_kv_heads == 0
     if not is_grouped or len(q) < step.num_rows:
@@ -148,21 +163,47 @@ def cascade_attention(  # noqa: PLR0913
             f"q is {list(q.shape)}: expected at least {step.num_rows} rows of a multiple of "
             f"{num_kv_heads} heads of size {head_dim}"
         )
-    if q.dtype != k_cache.dtype:
+    if q.dtype != k_cache.dtype and k_scale is None:
         raise ValueError(f"q is {q.dtype}, the caches {k_cache.dtype}")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}: expected above 0, or None")
     if step.implementation == "reference":
         out, lse = reference.paged_attention(
-            q, k_cache, v_cache, step.requests, scale=scale, softcap=softcap, window=step.window
+            q, keys, values, step.requests, scale=scale, softcap=softcap, window=step.window
         )
         return out.to(q.dtype), lse
-    return sdpa.attend(q, k_cache, v_cache, step, scale=scale, softcap=softcap)
+    return sdpa.attend(q, keys, values, step, scale=scale, softcap=softcap)
 
 
-def _refuse_scales(k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    if k_scale is not None or v_scale is not None:
-        raise ValueError("quantised caches are not supported: give no scales")
+def _checked(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    step: PagedPlan,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> tuple[KV, KV]:
+    """Return the caches, with their scales where they are quantised."""
+    _check_cache(k_cache, v_cache, step)
+    if k_scale is None and v_scale is None and k_cache.dtype not in DTYPES.values():
+        if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+            raise ValueError("the caches are not contiguous")
+        return k_cache, v_cache
+    for name, cache, scale in (("k", k_cache, k_scale), ("v", v_cache, v_scale)):
+        if cache.dtype not in DTYPES.values() or scale is None:
+            raise ValueError(
+                f"{name}_cache is {cache.dtype} and {name}_scale "
+                f"{None if scale is None else scale.dtype}: expected scales with "
+                f"{' or '.join(map(str, DTYPES.values()))}, and only with these"
+            )
+        if scale.shape != cache.shape[:3] or scale.dtype != SCALE_DTYPE:
+            raise ValueError(
+                f"{name}_scale is {scale.dtype} {list(scale.shape)}: expected {SCALE_DTYPE} "
+                f"{list(cache.shape[:3])}"
+            )
+        if not (cache[0].is_contiguous() and scale[0].is_contiguous()):
+            raise ValueError(f"a block of {name}_cache or of {name}_scale is not contiguous")
+    assert k_scale is not None and v_scale is not None  # noqa: PT018, S101 (just checked)
+    return Quantised(k_cache, k_scale), Quantised(v_cache, v_scale)
 
 
 def _check_cache(k_cache: Tensor, v_cache: Tensor, step: PagedPlan) -> None:
@@ -176,5 +217,3 @@ def _check_cache(k_cache: Tensor, v_cache: Tensor, step: PagedPlan) -> None:
             f"the caches hold {k_cache.shape[0]} blocks of {k_cache.shape[1]}, the step was "
             f"planned for {step.num_blocks} of {step.block_size}"
         )
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("the caches are not contiguous")

@@ -9,8 +9,14 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from kvway_kernels.quant import KV, Quantised, dequantise
+
 BlockIds: TypeAlias = slice | Tensor
 """Blocks of a cache in order: a slice where they follow each other, else int64 ids."""
+
+_PIECE_KEYS = 4096
+"""Keys of one request or run that are dequantised at once. In float32 keys and values of 8 heads
+of 128 then take 32 MB, however long the request is."""
 
 
 def block_ids(blocks: Sequence[int], device: torch.device) -> BlockIds:
@@ -28,10 +34,36 @@ def int64(values: Sequence[int]) -> Tensor:
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
-def load(cache: Tensor, blocks: BlockIds) -> Tensor:
-    """Return the tokens of some blocks: a view where the blocks follow each other.
+def pieces(cache: KV, num_keys: int) -> list[slice]:
+    """Return which keys to attend to at once: all, or so many as may be dequantised at once."""
+    step = _PIECE_KEYS if isinstance(cache, Quantised) else num_keys
+    return [slice(start, min(start + step, num_keys)) for start in range(0, num_keys, step)]
 
-    Shapes: cache [num_blocks, block_size, Hkv, D]; result [blocks x block_size, Hkv, D].
+
+def load(cache: KV, blocks: BlockIds, keys: slice, dtype: torch.dtype) -> Tensor:
+    """Return keys, or values, that some blocks hold.
+
+    A view where the blocks follow each other and the dtype is the cache's, else a copy.
+
+    Shapes: cache [num_blocks, block_size, Hkv, D]; result [keys, Hkv, D].
+
+    Args:
+        cache: where they are.
+        blocks: the blocks.
+        keys: which of the keys in these blocks.
+        dtype: of the result.
     """
-    taken = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
-    return taken.flatten(0, 1)
+    block_size = cache.shape[1]
+    first, end = keys.start // block_size, -(-keys.stop // block_size)
+    if isinstance(blocks, slice):
+        blocks = slice(blocks.start + first, blocks.start + end)
+    else:
+        blocks = blocks[first:end]
+    if isinstance(cache, Quantised):
+        taken = dequantise(cache.taken(blocks), dtype)
+    elif isinstance(blocks, slice):
+        taken = cache[blocks]
+    else:
+        taken = cache.index_select(0, blocks)
+    offset = first * block_size
+    return taken.flatten(0, 1)[keys.start - offset : keys.stop - offset].to(dtype)

@@ -15,8 +15,10 @@ import functools
 import torch
 from torch import Tensor
 
-from kvway_kernels.blocks import load
+from kvway_kernels.blocks import load, pieces
+from kvway_kernels.merging import merge_states
 from kvway_kernels.plan import SharedPass
+from kvway_kernels.quant import KV
 
 _PIECE = 1 << 22
 """Scores that are kept at once where torch's operation cannot be used: 16 MB."""
@@ -61,14 +63,16 @@ def attend(
 
 def shared_pass(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     run: SharedPass,
     *,
     scale: float,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend all rows of a shared run's members to it: its keys and values are read once.
+
+    Quantised ones are dequantised into a copy of one piece of the run at a time.
 
     Shapes: q [T, Hq, D]; caches [num_blocks, block_size, Hkv, D].
 
@@ -79,12 +83,18 @@ def shared_pass(
     rows = q[run.rows] if isinstance(run.rows, slice) else q.index_select(0, run.rows)
     num_rows, num_heads, head_dim = rows.shape
     num_kv_heads = k_cache.shape[2]
-    k = load(k_cache, run.blocks).to(run.dtype).transpose(0, 1)[None]
-    v = load(v_cache, run.blocks).to(run.dtype).transpose(0, 1)[None]
     grouped = rows.to(run.dtype).view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)
-    out, lse = attend(
-        grouped.reshape(1, num_kv_heads, -1, head_dim), k, v, scale=scale, softcap=softcap
-    )
+    grouped = grouped.reshape(1, num_kv_heads, -1, head_dim)
+    parts = []
+    for keys in pieces(k_cache, run.num_keys):
+        k = load(k_cache, run.blocks, keys, run.dtype).transpose(0, 1)[None]
+        v = load(v_cache, run.blocks, keys, run.dtype).transpose(0, 1)[None]
+        parts.append(attend(grouped, k, v, scale=scale, softcap=softcap))
+    out, lse = parts[0]
+    if len(parts) > 1:
+        out, lse = merge_states(
+            torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+        )
     group = num_heads // num_kv_heads
     out = out.view(num_kv_heads, num_rows, group, head_dim).transpose(0, 1)
     lse = lse.reshape(num_kv_heads, num_rows, group).transpose(0, 1)

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,6 +60,18 @@ class Quantised(NamedTuple):
     def shape(self) -> torch.Size:
         """Shape of the codes."""
         return self.data.shape
+
+    def taken(self, blocks: slice | Tensor) -> Quantised:
+        """Return some blocks: views where they follow each other, else copies by int64 ids."""
+        if isinstance(blocks, slice):
+            return Quantised(self.data[blocks], self.scale[blocks])
+        # Their bytes: not every operation is there for float8 on a CPU.
+        codes = self.data.view(torch.int8).index_select(0, blocks).view(self.data.dtype)
+        return Quantised(codes, self.scale.index_select(0, blocks))
+
+
+KV: TypeAlias = Tensor | Quantised
+"""One layer's keys or values: numbers as they are, or quantised."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvway_kernels.quant import KV, Quantised, dequantise
 from kvway_kernels.rows import RequestRows
 
 
 def paged_attention(  # noqa: PLR0913
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     requests: Sequence[RequestRows],
     *,
     scale: float,
@@ -32,7 +33,7 @@ def paged_attention(  # noqa: PLR0913
 
     Args:
         q: the queries.
-        k_cache: the keys.
+        k_cache: the keys; quantised ones are dequantised in float32.
         v_cache: the values.
         requests: who owns which rows, and where their keys are.
         scale: factor on the scores.
@@ -48,8 +49,8 @@ def paged_attention(  # noqa: PLR0913
     lse = q.new_full(q.shape[:2], -torch.inf, dtype=dtype)
     row = 0
     for request in requests:
-        k = _gather(k_cache, request).to(dtype)
-        v = _gather(v_cache, request).to(dtype)
+        k = _gather(k_cache, request, dtype)
+        v = _gather(v_cache, request, dtype)
         for end in range(request.num_keys - request.num_queries + 1, request.num_keys + 1):
             seen = slice(0 if window is None else max(0, end - window), end)
             out[row], lse[row] = attention(
@@ -79,10 +80,14 @@ def attention(
     return torch.einsum("hk,khd->hd", torch.exp(scores - lse[:, None]), v), lse
 
 
-def _gather(cache: Tensor, request: RequestRows) -> Tensor:
+def _gather(cache: KV, request: RequestRows, dtype: torch.dtype) -> Tensor:
     block_size = cache.shape[1]
+    if isinstance(cache, Quantised):
+        blocks = torch.tensor(request.block_table[: -(-request.num_keys // block_size)])
+        numbers = dequantise(cache.taken(blocks.to(cache.data.device)), dtype)
+        return numbers.flatten(0, 1)[: request.num_keys]
     tokens = [
         cache[request.block_table[position // block_size], position % block_size]
         for position in range(request.num_keys)
     ]
-    return torch.stack(tokens)
+    return torch.stack(tokens).to(dtype)

@@ -1,8 +1,10 @@
 """Paged and cascade attention in torch's own operations: needs no compiler.
 
 Keys whose blocks follow each other are read in place; others are gathered into a dense copy
-first. Grouped-query attention costs no copy: a decode row's heads that share a key head become
-rows of one call. Many rows are multiplied in the dtype that the plan names.
+first. Quantised keys are always copied, dequantised, at most a piece of a request at once, and
+what the pieces give is merged. Grouped-query attention costs no copy: a decode row's heads that
+share a key head become rows of one call. Many rows are multiplied in the dtype that the plan
+names.
 """
 
 from __future__ import annotations
@@ -11,18 +13,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvway_kernels.blocks import load
+from kvway_kernels.blocks import load, pieces
 from kvway_kernels.dense import attend as attend_dense
 from kvway_kernels.dense import shared_pass
 from kvway_kernels.merging import merge_states
 from kvway_kernels.plan import DecodeGroup, PagedPlan
+from kvway_kernels.quant import KV, Quantised
 from kvway_kernels.tiles import PrefillRows
 
 
 def attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     plan: PagedPlan,
     *,
     scale: float,
@@ -30,7 +33,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend as `kvway_kernels.api.cascade_attention` promises; arguments already checked."""
     num_parts = plan.num_levels + 1
-    dtype = q.dtype if num_parts == 1 else torch.float32
+    is_merged = num_parts > 1 or isinstance(k_cache, Quantised)
+    dtype = torch.float32 if is_merged else q.dtype
     out = q.new_zeros(num_parts, *q.shape, dtype=dtype)
     lse = q.new_full((num_parts, *q.shape[:2]), -torch.inf, dtype=torch.float32)
     for prefill in plan.prefills:
@@ -42,7 +46,7 @@ def attend(
         out[run.level, run.rows] = part_out.to(dtype)
         lse[run.level, run.rows] = part_lse
     if num_parts == 1:
-        return out[0], lse[0]
+        return out[0].to(q.dtype), lse[0]
     merged, merged_lse = merge_states(out, lse)
     return merged.to(q.dtype), merged_lse
 
@@ -51,36 +55,68 @@ def _prefill(  # noqa: PLR0913
     out: Tensor,
     lse: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     prefill: PrefillRows,
     *,
     scale: float,
     softcap: float | None,
 ) -> None:
-    k = _dense(k_cache, prefill)
-    v = _dense(v_cache, prefill)
-    for tile in prefill.tiles:
-        rows = slice(tile.row, tile.row + tile.num_rows)
-        tile_q = q[rows].to(prefill.dtype).transpose(0, 1)[None]  # [1, Hq, rows, D]
-        if tile.num_pad_rows:
-            tile_q = pad(tile_q, (0, 0, 0, tile.num_pad_rows))
-        tile_out, tile_lse = attend_dense(
-            tile_q,
-            k[:, :, tile.keys],
-            v[:, :, tile.keys],
-            mask=tile.mask,
-            is_causal=tile.is_causal,
-            scale=scale,
-            softcap=softcap,
+    everything = slice(0, prefill.num_keys)
+    parts = pieces(k_cache, prefill.num_keys) if prefill.can_split else [everything]
+    for keys in parts:
+        k = _dense(k_cache, prefill, keys)
+        v = _dense(v_cache, prefill, keys)
+        end = keys.start + k.shape[2]
+        for tile in prefill.tiles:
+            first, last = max(tile.keys.start, keys.start), min(tile.keys.stop, end)
+            if first >= last:
+                continue
+            rows = slice(tile.row, tile.row + tile.num_rows)
+            tile_q = q[rows].to(prefill.dtype).transpose(0, 1)[None]  # [1, Hq, rows, D]
+            if tile.num_pad_rows:
+                tile_q = pad(tile_q, (0, 0, 0, tile.num_pad_rows))
+            seen = slice(first - keys.start, last - keys.start)
+            mask = tile.mask
+            if mask is not None:
+                mask = mask[:, first - tile.keys.start : last - tile.keys.start]
+            tile_out, tile_lse = attend_dense(
+                tile_q,
+                k[:, :, seen],
+                v[:, :, seen],
+                mask=mask,
+                is_causal=tile.is_causal,
+                scale=scale,
+                softcap=softcap,
+            )
+            if len(parts) > 1 and mask is not None:  # a row may see nothing of a piece
+                tile_lse = tile_lse.masked_fill(mask.isneginf().all(-1), -torch.inf)
+            part_out = tile_out[0, :, : tile.num_rows].transpose(0, 1)
+            part_lse = tile_lse[0, :, : tile.num_rows].transpose(0, 1)
+            _put(out, lse, rows, part_out, part_lse, is_whole=len(parts) == 1)
+
+
+def _put(
+    out: Tensor,
+    lse: Tensor,
+    rows: slice | Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    *,
+    is_whole: bool,
+) -> None:
+    """Write what some rows attended to; merge it with what is there unless it is the whole."""
+    if not is_whole:
+        part_out, part_lse = merge_states(
+            torch.stack([out[rows], part_out.to(out.dtype)]), torch.stack([lse[rows], part_lse])
         )
-        out[rows] = tile_out[0, :, : tile.num_rows].transpose(0, 1)
-        lse[rows] = tile_lse[0, :, : tile.num_rows].transpose(0, 1)
+    out[rows] = part_out.to(out.dtype)
+    lse[rows] = part_lse
 
 
-def _dense(cache: Tensor, prefill: PrefillRows) -> Tensor:
-    """Return a request's private keys, or values: [1, Hkv, keys, D]."""
-    tokens = load(cache, prefill.blocks)[: prefill.num_keys].to(prefill.dtype)
+def _dense(cache: KV, prefill: PrefillRows, keys: slice) -> Tensor:
+    """Return some of a request's private keys, or values, padded: [1, Hkv, keys, D]."""
+    tokens = load(cache, prefill.blocks, keys, prefill.dtype)
     if prefill.num_pad_keys:
         tokens = pad(tokens, (0, 0, 0, 0, 0, prefill.num_pad_keys))
     return tokens.transpose(0, 1)[None]
@@ -90,8 +126,8 @@ def _decode(  # noqa: PLR0913
     out: Tensor,
     lse: Tensor,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     group: DecodeGroup,
     *,
     scale: float,
@@ -100,31 +136,43 @@ def _decode(  # noqa: PLR0913
     num_requests = len(group.rows)
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = q.index_select(0, group.rows).view(num_requests, num_kv_heads, -1, head_dim)
-    hidden = None if group.is_even else _hidden(group)
-    mask = None
-    if hidden is not None:
-        mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
-    k = _gathered(k_cache, group, hidden)
-    v = _gathered(v_cache, group, hidden)
-    group_out, group_lse = attend_dense(heads, k, v, mask=mask, scale=scale, softcap=softcap)
-    out[group.rows] = group_out.reshape(num_requests, -1, head_dim).to(out.dtype)
-    lse[group.rows] = group_lse.reshape(num_requests, -1)
+    everything = slice(0, group.num_keys)
+    parts = [everything] if group.lone_blocks is None else pieces(k_cache, group.num_keys)
+    for keys in parts:
+        hidden = None if group.is_even else _hidden(group, keys)
+        mask = None
+        if hidden is not None:
+            mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
+        k = _gathered(k_cache, group, keys, hidden, q.dtype)
+        v = _gathered(v_cache, group, keys, hidden, q.dtype)
+        part_out, part_lse = attend_dense(heads, k, v, mask=mask, scale=scale, softcap=softcap)
+        _put(
+            out,
+            lse,
+            group.rows,
+            part_out.reshape(num_requests, -1, head_dim),
+            part_lse.reshape(num_requests, -1),
+            is_whole=len(parts) == 1,
+        )
 
 
-def _hidden(group: DecodeGroup) -> Tensor:
-    """Return which gathered keys are padding, or outside the window: bool [n, num_keys]."""
-    key = torch.arange(group.num_keys, device=group.tables.device)
+def _hidden(group: DecodeGroup, keys: slice) -> Tensor:
+    """Return which gathered keys are padding, or outside the window: bool [n, keys]."""
+    key = torch.arange(keys.start, keys.stop, device=group.tables.device)
     return (key >= group.lengths[:, None]) | (key < group.first_keys[:, None])
 
 
-def _gathered(cache: Tensor, group: DecodeGroup, hidden: Tensor | None) -> Tensor:
-    """Return the members' private keys, or values: [n, Hkv, num_keys, D]."""
+def _gathered(
+    cache: KV, group: DecodeGroup, keys: slice, hidden: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return the members' private keys, or values: [n, Hkv, keys, D]."""
     num_requests = len(group.rows)
     if group.lone_blocks is not None:
-        tokens = load(cache, group.lone_blocks)[None, : group.num_keys]
+        tokens = load(cache, group.lone_blocks, keys, dtype)[None]
     else:
-        tokens = load(cache, group.tables.flatten())
-        tokens = tokens.view(num_requests, -1, *cache.shape[2:])[:, : group.num_keys]
+        num_padded = group.tables.numel() * cache.shape[1]
+        tokens = load(cache, group.tables.flatten(), slice(0, num_padded), dtype)
+        tokens = tokens.view(num_requests, -1, *cache.shape[2:])[:, keys]
         if hidden is not None:  # slots never written may hold anything, and NaN times 0 is NaN
             tokens = tokens.masked_fill(hidden[:, :, None, None], 0)
     return tokens.transpose(1, 2)

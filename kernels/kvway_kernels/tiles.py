@@ -56,6 +56,8 @@ class PrefillRows:
         num_pad_keys: zeros to add behind the keys, which no row sees.
         tiles: its rows, in order.
         dtype: what queries, keys and values are multiplied in.
+        can_split: whether the keys may be attended to in pieces: not where they are no more than
+            the rows, nor in fixed shapes.
     """
 
     blocks: BlockIds
@@ -63,6 +65,7 @@ class PrefillRows:
     num_pad_keys: int
     tiles: tuple[Tile, ...]
     dtype: torch.dtype
+    can_split: bool
 
 
 def prefill_rows(rows: PrivateRows, *, like: Tensor) -> PrefillRows:
@@ -84,7 +87,9 @@ def prefill_rows(rows: PrivateRows, *, like: Tensor) -> PrefillRows:
             keys = slice(max(0, rows.first_key + first), num_keys - num_rows + first + size)
             mask = _mask(_sees(rows, first, size, keys), like)
             tiles.append(Tile(rows.row + first, size, 0, keys, mask=mask, is_causal=False))
-    return PrefillRows(block_ids(rows.blocks, like.device), num_keys, 0, tuple(tiles), dtype)
+    blocks = block_ids(rows.blocks, like.device)
+    can_split = tiles[0].mask is not None
+    return PrefillRows(blocks, num_keys, 0, tuple(tiles), dtype, can_split=can_split)
 
 
 def fixed_rows(rows: PrivateRows, *, like: Tensor) -> PrefillRows:
@@ -103,7 +108,7 @@ def fixed_rows(rows: PrivateRows, *, like: Tensor) -> PrefillRows:
         tiles.append(Tile(rows.row + first, size, pad, keys, mask, is_causal=False))
     pad_keys = -num_keys % _FIXED_KEYS
     blocks = block_ids(rows.blocks, like.device)
-    return PrefillRows(blocks, num_keys, pad_keys, tuple(tiles), like.dtype)
+    return PrefillRows(blocks, num_keys, pad_keys, tuple(tiles), like.dtype, can_split=False)
 
 
 def compute_dtype(num_rows: int, dtype: torch.dtype, device: torch.device) -> torch.dtype:
