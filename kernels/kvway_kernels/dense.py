@@ -93,7 +93,7 @@ def shared_pass(
     out, lse = parts[0]
     if len(parts) > 1:
         out, lse = merge_states(
-            torch.stack([out for out, _ in parts]), torch.stack([lse for _, lse in parts])
+            torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
         )
     group = num_heads // num_kv_heads
     out = out.view(num_kv_heads, num_rows, group, head_dim).transpose(0, 1)
