@@ -13,6 +13,8 @@ from torch import Tensor
 
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE, Namespace
 from kvway_core.errors import ConfigError
+from kvway_core.models import kvway_home
+from kvway_kernels.costs import HeadShape
 from kvway_worker.load import AttentionReading
 from kvway_worker.scheduling.prefix_groups import CascadeCosts
 from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
@@ -25,6 +27,7 @@ from kvway_worker.torch_engine.attention import (
     AttentionChoice,
     AttentionOptions,
 )
+from kvway_worker.torch_engine.calibration import cascade_costs
 from kvway_worker.torch_engine.calls import Part, calls
 from kvway_worker.torch_engine.choosing import choose
 from kvway_worker.torch_engine.comparing import (
@@ -142,7 +145,7 @@ class TorchEngine:
         except Exception as error:  # a family's own code may raise anything
             problem = f"model {model.model_type!r} in {model_dir} does not run on the paged cache"
             raise ConfigError([f"{problem}: {first_line(error)}"]) from error
-        costs = attention.costs if choice.cascades else None
+        costs = attention.costs or self._measured_costs(choice) if choice.cascades else None
         self._attention = self._new_attention(choice, costs)
         _log.info(
             "torch_engine_loaded",
@@ -228,6 +231,16 @@ class TorchEngine:
             device=self._model.device,
             dtype=self._model.dtype,
             fixed_shapes=self._deterministic,
+        )
+
+    def _measured_costs(self, choice: AttentionChoice) -> CascadeCosts:
+        model = self._model
+        return cascade_costs(
+            HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),
+            dtype=model.dtype,
+            device=model.device,
+            implementation=choice.implementation,
+            folder=kvway_home(os.environ) / "attention-costs",
         )
 
     def _warm_up(self, choice: AttentionChoice) -> None:

@@ -158,6 +158,7 @@ class HuggingFaceModel:
         self.vocab_size: int = text.vocab_size
         self.max_model_len: int = text.max_position_embeddings
         self.num_layers: int = text.num_hidden_layers
+        self.num_heads: int = text.num_attention_heads
         self.num_kv_heads: int = (
             getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         )
