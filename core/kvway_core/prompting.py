@@ -2,15 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvway_core.api import ChatRequest, CompletionRequest
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest
 from kvway_core.prompts import PromptEncoder
+from kvway_core.tokenizing import TextReader
+
+
+class TokenReader:
+    """A prompt whose tokens are known; read like a text (`TextReader`)."""
+
+    done = True
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = token_ids
+        self.piece_keys: Sequence[int] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """How many there are."""
+        return len(self.token_ids)
+
+    def advance(self, num_chars: int) -> None:
+        """Does nothing: all is read."""
+
+    def finish(self) -> Sequence[int]:
+        """Returns all ids."""
+        return self.token_ids
+
+
+PromptReader = TextReader | TokenReader
+"""One prompt that is tokenized from the front, as far as it is asked for."""
 
 
 def encode_prompts(
     request: ChatRequest | CompletionRequest, encoder: PromptEncoder, *, max_model_len: int | None
 ) -> list[list[int]]:
     """Returns the token ids of each prompt of a request, truncated if it asks for that.
+
+    Args:
+        request: As for `read_prompts`, like the other arguments.
+        encoder: Template and tokenizer of the model.
+        max_model_len: Tokens of prompt and answer together.
+
+    Raises:
+        InvalidRequest: As `read_prompts`.
+        ContextLengthExceeded: As `read_prompts`.
+    """
+    readers = read_prompts(request, encoder, max_model_len=max_model_len)
+    return [list(reader.finish()) for reader in readers]
+
+
+def read_prompts(
+    request: ChatRequest | CompletionRequest, encoder: PromptEncoder, *, max_model_len: int | None
+) -> list[PromptReader]:
+    """Returns each prompt of a request, to be tokenized as far as it is needed.
+
+    What is to be truncated is tokenized at once: its end is what counts.
 
     Args:
         request: What was asked for.
@@ -25,16 +74,18 @@ def encode_prompts(
     """
     keep = _kept_tokens(request, max_model_len=max_model_len)
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    prompts: list[list[int]] = []
+    readers: list[PromptReader] = []
     for prompt in _prompts(request, encoder):
         if isinstance(prompt, str):
             if keep is None and max_model_len is not None:
                 check_text_fits(prompt, encoder, max_model_len=max_model_len, param=param)
-            tokens = encoder.encode_text(prompt, add_special_tokens=_adds_special(request))
+            reader: PromptReader = encoder.read_text(
+                prompt, add_special_tokens=_adds_special(request)
+            )
         else:
-            tokens = prompt
-        prompts.append(tokens if keep is None else tokens[-keep:])
-    return prompts
+            reader = TokenReader(prompt)
+        readers.append(reader if keep is None else TokenReader(reader.finish()[-keep:]))
+    return readers
 
 
 def check_text_fits(text: str, encoder: PromptEncoder, *, max_model_len: int, param: str) -> None:

@@ -20,6 +20,7 @@ from kvway_core.chat_template import ChatTemplate
 from kvway_core.errors import ConfigError, InvalidRequest
 from kvway_core.token_bounds import token_bound
 from kvway_core.token_bytes import TokenBytes
+from kvway_core.tokenizing import AUTO, TextReader, TextTokenizer
 
 _SPECIAL_TOKENS = (
     "bos_token",
@@ -43,12 +44,14 @@ class PromptEncoder:
         vocab_size: Token ids are below this.
         has_chat_template: Whether `encode_chat` works.
         token_bound: How few tokens a text can have; None if nothing is certain.
+        texts: What tokenizes.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         *,
+        texts: TextTokenizer | None = None,
         template: ChatTemplate | None,
         eos_token_ids: frozenset[int],
         max_model_len: int | None,
@@ -56,19 +59,25 @@ class PromptEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self.texts = TextTokenizer(tokenizer) if texts is None else texts
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.token_bound = token_bound(tokenizer)
 
     @classmethod
-    def load(cls, model_dir: Path) -> PromptEncoder:
+    def load(cls, model_dir: Path, *, library: str = AUTO) -> PromptEncoder:
         """Reads a model's folder: tokenizer.json, its configs, its chat template if it has one.
+
+        Args:
+            model_dir: The folder.
+            library: What tokenizes, as for `TextTokenizer`.
 
         Raises:
             ConfigError: Naming the file that is missing or broken.
         """
-        tokenizer = _load_tokenizer(model_dir / "tokenizer.json")
+        path = model_dir / "tokenizer.json"
+        tokenizer = _load_tokenizer(path)
         tokenizer_config = _read_json(model_dir / "tokenizer_config.json")
         model_config = _read_json(model_dir / "config.json")
         generation_config = _read_json(model_dir / "generation_config.json")
@@ -80,6 +89,7 @@ class PromptEncoder:
         eos_token_ids.add(tokenizer.token_to_id(special_tokens.get("eos_token", "")))
         return cls(
             tokenizer,
+            texts=TextTokenizer(tokenizer, path=path, library=library),
             template=_load_template(model_dir, tokenizer_config, special_tokens),
             eos_token_ids=frozenset(token for token in eos_token_ids if isinstance(token, int)),
             max_model_len=_size(model_config, "max_position_embeddings", "n_positions"),
@@ -175,9 +185,16 @@ class PromptEncoder:
             text: Any text; special tokens written in it become those tokens.
             add_special_tokens: Whether the tokenizer puts its own (BOS) around it.
         """
-        # Unlike `encode`, the batch call lets other threads run meanwhile, and counts no offsets.
-        batch = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return batch[0].ids
+        return self.texts.encode(text, add_special_tokens=add_special_tokens)
+
+    def read_text(self, text: str, *, add_special_tokens: bool = True) -> TextReader:
+        """Returns a reader that tokenizes a text from the front, as far as it is asked for.
+
+        Args:
+            text: As for `encode_text`.
+            add_special_tokens: As for `encode_text`.
+        """
+        return self.texts.read(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids; broken UTF-8 becomes U+FFFD, unknown ids nothing.
