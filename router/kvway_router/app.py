@@ -22,6 +22,7 @@ from kvway_router.admin import AdminHandlers
 from kvway_router.decisions import DecisionStore
 from kvway_router.discovery import Discovery, DnsName
 from kvway_router.dispatch import Dispatcher
+from kvway_router.feed_source import EventsOption
 from kvway_router.fleet import Fleet, Traffic
 from kvway_router.handlers import ApiHandlers, add_request_id
 from kvway_router.index import BlockIndex
@@ -90,7 +91,9 @@ class Router:
             model=name,
             block_size=settings.block_size,
             options=ReplicaOptions(
-                interval_s=settings.probe_interval_s, timeout_s=settings.probe_timeout_s
+                interval_s=settings.probe_interval_s,
+                timeout_s=settings.probe_timeout_s,
+                kv_events=tuple(map(EventsOption.parse, settings.kv_events)),
             ),
         )
         self._keeper = (

@@ -1,7 +1,7 @@
 """Keeps the index true to one worker's cache by following its KV events.
 
     PUB    --> live batches -----.
-                                 +--> FeedState --> index: store, remove, clear
+                                 +--> FeedState --> BlockEvents --> index: store, remove, clear
     ROUTER --> replayed batches -'        |
        ^                                  |
        `---------- replay from n ---------'
@@ -10,132 +10,143 @@
 whether something was missed, which also shows that the feed still works. While it gives no answer
 the feed is down: entries that nobody uses are dropped after a while instead of lying, and once it
 is up again all is replayed from the start.
+
+An engine without a replay socket cannot be asked. Its feed is down from the moment that the
+connection ends until the next batch comes: its number says whether one was lost.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Final, assert_never
 
 import structlog
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
-from kvway_core.api import KvEventsInfo
-from kvway_core.blocks import BlockHash, event_hash
 from kvway_core.clock import Clock
 from kvway_core.errors import ProtocolError
 from kvway_core.events import (
     END_SEQ,
     MAX_BATCH_BYTES,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
     EventBatch,
     decode_batch,
     pack_seq,
     unpack_seq,
 )
+from kvway_router.block_events import BlockEvents
+from kvway_router.feed_source import FeedSource
 from kvway_router.feed_state import (
     Action,
     Apply,
     Clear,
     ClearReason,
     FeedOptions,
+    FeedPosition,
     FeedState,
     FeedStats,
     Replay,
 )
-from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
-
-TIERS: Final[Mapping[str | None, Tier]] = {
-    None: Tier.DEVICE,
-    "GPU": Tier.DEVICE,
-    "CPU": Tier.HOST,
-    "CPU_PINNED": Tier.HOST,
-    "DISK": Tier.DISK,
-    "STORAGE": Tier.DISK,
-}
-"""Where the index lists the blocks of a medium; others, which a replica shares, are not listed."""
 
 _DRAINED_PER_TURN: Final = 64
 _RECONNECT_MAX_MS: Final = 2_000
-_LOW_64_BITS: Final = 2**64 - 1
+_HEARTBEAT_MS: Final = 5_000
+"""A peer that does not answer in three times that is taken for gone."""
 
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class FeedSource:
-    """Where one worker publishes and what it is called.
-
-    Attributes:
-        replica_id: The replica whose blocks these are.
-        host: Where its sockets are.
-        info: Their ports and topic.
-        block_size: Tokens per block of the index; events of another size are skipped.
-    """
-
-    replica_id: str
-    host: str
-    info: KvEventsInfo
-    block_size: int
-
-
 class ReplicaFeed:
-    """Follows one worker: two sockets around a `FeedState`.
+    """Follows one publisher: two sockets around a `FeedState`.
 
     Args:
-        source: The worker.
-        index: What is kept true.
+        source: The publisher.
+        blocks: What its events mean for the index.
+        index: Where entries age while the feed is down.
         clock: Tells the time.
         context: Owner of the sockets' thread; the caller destroys it.
         options: Limits and pauses.
         stats: Counted up.
+        resume: Where the index got to in another life of the router; None to begin anew.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  sockets, decisions, index and clock meet here
         self,
         source: FeedSource,
         *,
+        blocks: BlockEvents,
         index: BlockIndex,
         clock: Clock,
         context: zmq.asyncio.Context,
         options: FeedOptions,
         stats: FeedStats,
+        resume: FeedPosition | None = None,
     ) -> None:
         """Open nothing yet."""
         self.is_up = False
-        """Whether the last question to the worker was answered."""
+        """Whether what is listed is what the worker said last, as far as anyone can know."""
         self.source = source
+        self._blocks = blocks
         self._replica_id = source.replica_id
         self._index = index
         self._clock = clock
         self._context = context
         self._options = options
         self._stats = stats
-        self._state = FeedState(options=options, stats=stats)
-        self._topic = source.info.topic.encode()
+        self._resume = resume
+        self._state = FeedState(options=options, stats=stats, can_replay=source.replay is not None)
+        self._topic = source.topic.encode()
         self._question: int | None = None
         self._dealer: zmq.asyncio.Socket | None = None
         self._due_s = 0.0
         self._down_mark: int | None = None
         self._expire_s = 0.0
         self._has_expired = False
+        self._monitor: zmq.asyncio.Socket | None = None
+        self._true_s = clock.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the index was last known to be true to the worker."""
+        return self._clock.monotonic() - self._true_s
+
+    @property
+    def position(self) -> FeedPosition | None:
+        """Where another router can go on from with the same index; None where it cannot."""
+        boot_id = self._state.boot_id
+        if boot_id is None or self._has_expired or self._state.next_seq == 0:
+            return None
+        return FeedPosition(boot_id, self._state.next_seq)
 
     async def run(self) -> None:
-        """Keeps the index true until cancelled. Closes its sockets on the way out."""
+        """Keeps the index true until cancelled. Closes its sockets on the way out.
+
+        Ends by itself, with a warning in the log, where an endpoint cannot be used at all.
+        """
         subscriber = self._context.socket(zmq.SUB)
         try:
-            self._set_up(subscriber, self.source.info.pub_port)
+            if self.source.replay is None:
+                self._monitor = subscriber.get_monitor_socket(
+                    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+                )
+            self._set_up(subscriber, self.source.pub, bind=self.source.bind)
             subscriber.setsockopt(zmq.SUBSCRIBE, self._topic)
-            self._perform(self._state.start())
+            resume = self._resume
+            if resume is None:
+                self._perform(self._state.start())
+            else:
+                self._perform(self._state.resume(resume.boot_id, resume.next_seq))
             while True:
                 await self._turn(subscriber)
+        except zmq.ZMQError as exc:
+            _log.warning("kv_feed_unusable", replica=self._replica_id, error=str(exc))
         finally:
+            if self._monitor is not None:
+                subscriber.disable_monitor()
+                self._monitor.close(linger=0)
             subscriber.close(linger=0)
             self._hang_up()
 
@@ -144,14 +155,10 @@ class ReplicaFeed:
         if self._question is not None:
             question, self._question = self._question, None
             await self._ask(question)
-        poller = zmq.asyncio.Poller()
-        poller.register(subscriber, zmq.POLLIN)
-        if self._dealer is not None:
-            poller.register(self._dealer, zmq.POLLIN)
-        due_s = self._due_s if self._down_mark is None else min(self._due_s, self._expire_s)
-        wait_s = max(0.0, due_s - self._clock.monotonic())
-        # A poll of 0 ms would not suspend, and what is here already must not keep the loop.
-        ready = dict(await poller.poll(max(1, math.ceil(wait_s * 1e3))))
+        ready = await self._wait(subscriber)
+        if self._monitor is not None and self._monitor in ready:
+            for frames in await _drain(self._monitor):
+                self._on_connection(frames)
         # Live batches first: those that arrive while the answer to a replay is read are newer.
         if subscriber in ready:
             for frames in await _drain(subscriber):
@@ -163,8 +170,22 @@ class ReplicaFeed:
                     self._on_answer(frames)
         self._on_time()
 
+    async def _wait(self, subscriber: zmq.asyncio.Socket) -> set[zmq.asyncio.Socket]:
+        """Waits for messages or for the next thing that is due; returns what has messages."""
+        poller = zmq.asyncio.Poller()
+        poller.register(subscriber, zmq.POLLIN)
+        for other in (self._dealer, self._monitor):
+            if other is not None:
+                poller.register(other, zmq.POLLIN)
+        due_s = self._due_s if self._monitor is None else math.inf
+        if self._down_mark is not None:
+            due_s = min(due_s, self._expire_s)
+        wait_s = min(self._options.verify_s, max(0.0, due_s - self._clock.monotonic()))
+        # A poll of 0 ms would not suspend, and what is here already must not keep the loop.
+        return set(dict(await poller.poll(max(1, math.ceil(wait_s * 1e3)))))
+
     def _on_live(self, frames: Sequence[bytes]) -> None:
-        if len(frames) != 3 or frames[0] != self._topic:
+        if len(frames) != 3 or (self._topic and frames[0] != self._topic):
             self._note_bad("a live message is not [topic, seq, batch]")
             return
         numbered = self._decode(frames[1], frames[2])
@@ -173,6 +194,15 @@ class ReplicaFeed:
         if self._dealer is None and not self._state.replaying:
             self._due_s = self._clock.monotonic() + self._options.verify_s
         self._perform(self._state.on_batch(*numbered))
+        if not self._state.replaying and (self.is_up or self._monitor is not None):
+            self._note_up()
+
+    def _on_connection(self, frames: Sequence[bytes]) -> None:
+        """Takes what ZMQ says of the connection to an engine that cannot be asked."""
+        if parse_monitor_message(list(frames))["event"] == zmq.EVENT_DISCONNECTED:
+            self._note_down()
+        elif self._down_mark is None:
+            self._note_up()  # of a first connection nothing can have been lost
 
     def _on_answer(self, frames: Sequence[bytes]) -> None:
         # vLLM before 0.23 leaves out the topic.
@@ -193,7 +223,7 @@ class ReplicaFeed:
     def _on_time(self) -> None:
         """Does what is due: give up on a replay, ask again, let entries go."""
         now = self._clock.monotonic()
-        if now >= self._due_s:
+        if now >= self._due_s and self._monitor is None:
             if self._dealer is not None:
                 self._hang_up()
                 self._note_down()
@@ -211,11 +241,9 @@ class ReplicaFeed:
         for action in actions:
             match action:
                 case Apply(batch):
-                    self._stats.num_bad += apply_batch(
-                        self._index, self._replica_id, batch, block_size=self.source.block_size
-                    )
+                    self._stats.num_bad += self._blocks.apply(batch)
                 case Clear(reason):
-                    self._index.clear(self._replica_id)
+                    self._blocks.clear()
                     if reason == ClearReason.LOST:
                         _log.warning("kv_events_lost", replica=self._replica_id)
                     elif reason == ClearReason.RESTART:
@@ -228,20 +256,25 @@ class ReplicaFeed:
 
     async def _ask(self, start_seq: int) -> None:
         """Asks for a replay on a socket of its own, so that answers to an earlier one are gone."""
+        assert self.source.replay is not None  # noqa: S101  else the state asks for no replay
         dealer = self._dealer = self._context.socket(zmq.DEALER)
-        self._set_up(dealer, self.source.info.replay_port)
+        self._set_up(dealer, self.source.replay)
         await dealer.send_multipart([b"", pack_seq(start_seq)])
         self._stats.num_replays += 1
         self._due_s = self._clock.monotonic() + self._options.replay_timeout_s
 
-    def _set_up(self, socket: zmq.asyncio.Socket, port: int) -> None:
+    def _set_up(self, socket: zmq.asyncio.Socket, endpoint: str, *, bind: bool = False) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
         socket.setsockopt(zmq.RCVHWM, self._options.max_pending_batches)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        host = self.source.host
-        socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+        if bind:
+            socket.bind(endpoint)
+        else:
+            socket.connect(endpoint)
 
     def _hang_up(self) -> None:
         if self._dealer is not None:
@@ -261,8 +294,9 @@ class ReplicaFeed:
         if not self.is_up:
             _log.info("kv_feed_up", replica=self._replica_id)
         self.is_up = True
+        self._true_s = self._clock.monotonic()
         self._down_mark = None
-        if self._has_expired:
+        if self._has_expired and self._monitor is None:
             self._has_expired = False
             self._perform(self._state.start())
 
@@ -284,41 +318,6 @@ class ReplicaFeed:
         _log.debug("kv_events_skipped", replica=self._replica_id, problem=problem)
 
 
-def apply_batch(index: BlockIndex, replica_id: str, batch: EventBatch, *, block_size: int) -> int:
-    """Enters the events of a batch into the index, in order.
-
-    Returns:
-        How many events were skipped because their blocks have another size.
-    """
-    num_skipped = 0
-    for event in batch.events:
-        match event:
-            case BlockStored():
-                tier = TIERS.get(event.medium)
-                if tier is None:
-                    continue
-                if event.block_size != block_size:
-                    num_skipped += 1
-                    continue
-                parent = event.parent_block_hash
-                index.store(
-                    replica_id,
-                    None if parent is None else _index_hash(parent),
-                    [_index_hash(block_hash) for block_hash in event.block_hashes],
-                    tier=tier,
-                )
-            case BlockRemoved():
-                tier = TIERS.get(event.medium)
-                if tier is not None:
-                    hashes = [_index_hash(block_hash) for block_hash in event.block_hashes]
-                    index.remove(replica_id, hashes, tier=tier)
-            case AllBlocksCleared():
-                index.clear(replica_id)
-            case _:
-                assert_never(event)
-    return num_skipped
-
-
 async def _drain(socket: zmq.asyncio.Socket) -> list[list[bytes]]:
     """Takes what has arrived, up to a limit, so that other work gets its turn."""
     messages: list[list[bytes]] = []
@@ -328,10 +327,3 @@ async def _drain(socket: zmq.asyncio.Socket) -> list[list[bytes]]:
         except zmq.Again:
             break
     return messages
-
-
-def _index_hash(block_hash: int | bytes) -> int:
-    """Returns what the index lists a block under: the low 64 bits."""
-    if isinstance(block_hash, bytes):
-        return event_hash(BlockHash(block_hash))
-    return block_hash & _LOW_64_BITS

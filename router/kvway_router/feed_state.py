@@ -87,6 +87,14 @@ class FeedStats:
 
 
 @dataclass(frozen=True, slots=True)
+class FeedPosition:
+    """What an index is true to: all batches of one life of a worker before a number."""
+
+    boot_id: str
+    next_seq: int
+
+
+@dataclass(frozen=True, slots=True)
 class Apply:
     """Enter the events of this batch into the index."""
 

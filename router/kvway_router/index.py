@@ -81,6 +81,7 @@ class BlockIndex:
         self._tree = RunTree(max_blocks=max_bytes // BLOCK_BYTES)
         self._roster = Roster(self._tree.slots, limit=max_blocks_per_replica)
         self._tick = 0
+        self._parts: dict[str, str] = {}
 
     # -- questions ------------------------------------------------------------------------------
 
@@ -112,6 +113,9 @@ class BlockIndex:
             goes_on = num == node.size and depth < total
             node = self._tree.child(node, hashes[depth]) if goes_on else None
         matched.update(dict.fromkeys(self._roster.names_of(matching), depth))
+        for part, replica_id in self._parts.items():
+            if num := matched.pop(part, 0):
+                matched[replica_id] = max(num, matched.get(replica_id, 0))
         return matched
 
     def num_blocks(self, replica_id: str, tier: Tier = Tier.DEVICE) -> int:
@@ -129,6 +133,23 @@ class BlockIndex:
         """Counts the different blocks listed."""
         return self._tree.num_blocks
 
+    def last_uses(self, replica_id: str, hashes: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns when a replica's device last used each part of a prompt that it is listed with.
+
+        Returns:
+            Of each part, from the first block on: how many blocks of the prompt end with it, and
+            the mark in time (`tick`) of its last use. Never later than that of the part before.
+        """
+        uses: list[tuple[int, int]] = []
+        holdings = self._roster.get(replica_id)
+        entries = holdings[Tier.DEVICE].entries if holdings else {}
+        for node, start, num in self._tree.pieces(hashes) if entries else ():
+            entry = entries.get(node)
+            if entry is None or start != (uses[-1][0] if uses else 0):
+                break
+            uses.append((start + min(num, entry.count), entry.tick))
+        return uses
+
     @property
     def size_bytes(self) -> int:
         """What all blocks, runs and books together are counted as: at least what they take.
@@ -143,6 +164,14 @@ class BlockIndex:
         return self._tick + 1
 
     # -- what replicas report -------------------------------------------------------------------
+
+    def count_for(self, part: str, replica_id: str) -> None:
+        """Has what `part` holds count as held by a replica: a part of it with a cache of its own.
+
+        A prompt is matched by one of the parts, not by several together. It ends with
+        `remove_replica` of the part.
+        """
+        self._parts[part] = replica_id
 
     def store(
         self,
@@ -197,6 +226,7 @@ class BlockIndex:
         """Forgets a replica altogether. Complexity: what it holds."""
         self.clear(replica_id)
         self._roster.remove(replica_id)
+        self._parts.pop(replica_id, None)
 
     # -- what the router expects ----------------------------------------------------------------
 
@@ -269,8 +299,16 @@ class BlockIndex:
 
     # -- across a restart -----------------------------------------------------------------------
 
-    def snapshot(self, boot_ids: Mapping[str, str | None]) -> Snapshot:
+    def snapshot(
+        self, boot_ids: Mapping[str, str | None], next_seqs: Mapping[str, int] | None = None
+    ) -> Snapshot:
         """Returns what is held now, by those replicas that are named with the life they are in.
+
+        What is only expected is left out.
+
+        Args:
+            boot_ids: The replicas and their lives.
+            next_seqs: For those that KV events are followed of: the number of the next batch.
 
         Copies no hashes. Complexity: a step for each run, and for each replica that holds it.
         """
@@ -291,8 +329,10 @@ class BlockIndex:
                 for holding in holdings:
                     tiers.append([])
                     for entry in holding.walk():
-                        tiers[-1] += numbers[entry.node], entry.count
-                replicas[name] = SavedReplica(boot_ids[name], tiers)
+                        if entry.sure:
+                            tiers[-1] += numbers[entry.node], entry.sure
+                next_seq = next_seqs.get(name) if next_seqs else None
+                replicas[name] = SavedReplica(boot_ids[name], tiers, next_seq)
         return Snapshot(VERSION, sys.byteorder, runs, replicas)
 
     def restore(self, snapshot: Snapshot, replica_id: str) -> str | None:

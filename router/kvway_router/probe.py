@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 import aiohttp
 import msgspec
 
 from kvway_core.api import LoadReport
+from kvway_router.capacity import EngineReport, read_description, read_metrics
 
 MAX_REPORT_BYTES: Final = 64 * 1024
+MAX_METRICS_BYTES: Final = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,27 @@ class Prober:
             return Bad(f"broken answer: {type(exc).__name__}")
         return Good(None) if status == 200 else Bad(f"/health answered {status}")
 
-    async def _get(self, url: str) -> tuple[int, bytes]:
+    async def describe(self, url: str) -> EngineReport:
+        """Asks an engine without `GET /load` in the places where others say what they hold.
+
+        Never raises for what a replica does.
+        """
+        report = EngineReport()
+        try:
+            status, body = await self._get(f"{url}/metrics", max_bytes=MAX_METRICS_BYTES)
+            if status == 200:
+                report = read_metrics(body)
+            for path in ("/props", "/get_server_info"):
+                if report.num_tokens is None:
+                    status, body = await self._get(f"{url}{path}", max_bytes=MAX_METRICS_BYTES)
+                    if status == 200:
+                        num_tokens = read_description(body).num_tokens
+                        report = replace(report, num_tokens=num_tokens)
+        except (aiohttp.ClientError, ValueError, OSError):
+            pass  # TimeoutError is an OSError; whether it is healthy is for `probe` to say
+        return report
+
+    async def _get(self, url: str, *, max_bytes: int = MAX_REPORT_BYTES) -> tuple[int, bytes]:
         if self._session is None:
             msg = "a prober probes inside its context"
             raise RuntimeError(msg)
@@ -96,7 +118,7 @@ class Prober:
             body = bytearray()
             async for chunk in response.content.iter_chunked(MAX_REPORT_BYTES):
                 body += chunk
-                if len(body) > MAX_REPORT_BYTES:
+                if len(body) > max_bytes:
                     # Whatever this is, it is not a report; leaving closes the connection.
                     return response.status, b""
             return response.status, bytes(body)

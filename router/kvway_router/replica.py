@@ -21,6 +21,7 @@ from enum import StrEnum
 
 from kvway_core.api import LoadReport
 from kvway_router.discovery import ReplicaAddress
+from kvway_router.feed_source import EventsOption
 from kvway_router.feed_state import FeedOptions, FeedStats
 
 
@@ -43,7 +44,9 @@ class ReplicaOptions:
         timeout_s: Limit for one look.
         failures: Bad looks in a row that make a READY replica UNHEALTHY.
         successes: Good looks in a row that bring an UNHEALTHY one back.
+        engine_interval_s: Time between two looks at what an engine without reports says of itself.
         feed: How KV events are read.
+        kv_events: Where engines publish them that do not say it themselves.
     """
 
     interval_s: float = 1.0
@@ -51,7 +54,9 @@ class ReplicaOptions:
     timeout_s: float = 1.0
     failures: int = 3
     successes: int = 2
+    engine_interval_s: float = 5.0
     feed: FeedOptions = field(default_factory=FeedOptions)
+    kv_events: tuple[EventsOption, ...] = ()
 
 
 class Replica:

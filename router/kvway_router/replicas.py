@@ -10,18 +10,21 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 import structlog
 import zmq.asyncio
 
 from kvway_core.api import LoadReport
-from kvway_core.blocks import SCHEME
+from kvway_core.blocks import Namespace
 from kvway_core.clock import Clock
 from kvway_core.errors import ConnectFailed, ReplicaError
+from kvway_router.capacity import EngineReport
 from kvway_router.discovery import ReplicaAddress
-from kvway_router.feed import FeedSource, ReplicaFeed
+from kvway_router.feed import ReplicaFeed
+from kvway_router.feed_state import FeedPosition
+from kvway_router.feeding import ReplicaFeeds
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Ledger
 from kvway_router.policy import ReplicaLoad
@@ -38,14 +41,14 @@ _log = structlog.get_logger(__name__)
 class _Member:
     """A replica and what watches it."""
 
-    __slots__ = ("feed", "feed_task", "look_now", "replica", "task")
+    __slots__ = ("asked_engine_s", "engine", "look_now", "replica", "task")
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.look_now = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
-        self.feed: ReplicaFeed | None = None
-        self.feed_task: asyncio.Task[None] | None = None
+        self.engine = EngineReport()
+        self.asked_engine_s = -math.inf
 
 
 class ReplicaSet:
@@ -82,6 +85,13 @@ class ReplicaSet:
         self._block_size = block_size
         self._options = options or ReplicaOptions()
         self._rng = rng or random.Random()  # noqa: S311 - spreads probes, keeps no secret
+        self._feeds = ReplicaFeeds(
+            index=index,
+            clock=clock,
+            namespace=Namespace(model, block_size),
+            options=self._options.feed,
+            sources=self._options.kv_events,
+        )
         self._members: dict[str, _Member] = {}
         self._remembered: Snapshot | None = None
         self._running: tuple[asyncio.TaskGroup, Prober, zmq.asyncio.Context] | None = None
@@ -115,8 +125,16 @@ class ReplicaSet:
 
     def is_fed(self, replica_id: str) -> bool:
         """Tells whether KV events keep the index true to a replica now."""
-        member = self._members.get(replica_id)
-        return member is not None and member.feed is not None and member.feed.is_up
+        return self._feeds.is_fed(replica_id)
+
+    def feeds(self, replica_id: str) -> Sequence[ReplicaFeed]:
+        """Returns what follows the KV events of a replica: one feed for each publisher."""
+        return self._feeds.of(replica_id)
+
+    def next_seqs(self) -> Mapping[str, int]:
+        """Returns how far the index is true to those replicas whose KV events are followed."""
+        positions = {replica.id: self._feeds.position(replica) for replica in self.all()}
+        return {name: next_seq for name, next_seq in positions.items() if next_seq is not None}
 
     # -- changes --------------------------------------------------------------------------------
 
@@ -136,8 +154,7 @@ class ReplicaSet:
             if replica_id not in self._members:
                 member = _Member(Replica(address, options=self._options))
                 if self._remembered is not None:
-                    # In another life by now? Its first report tells, and clears it.
-                    member.replica.boot_id = self._index.restore(self._remembered, replica_id)
+                    self._restore(self._remembered, member.replica)
                 self._members[replica_id] = member
                 self._watch_if_running(member)
                 _log.info("replica_added", replica=replica_id)
@@ -145,6 +162,13 @@ class ReplicaSet:
     def remember(self, snapshot: Snapshot | None) -> None:
         """Has what a snapshot says of a replica taken for true when that replica is added."""
         self._remembered = snapshot
+
+    def _restore(self, snapshot: Snapshot, replica: Replica) -> None:
+        # In another life by now? Its first report tells, and clears it.
+        boot_id = replica.boot_id = self._index.restore(snapshot, replica.id)
+        saved = snapshot.replicas.get(replica.id)
+        if boot_id is not None and saved is not None and saved.next_seq is not None:
+            self._feeds.resume(replica.id, FeedPosition(boot_id, saved.next_seq))
 
     def report_failure(self, replica_id: str, error: ReplicaError) -> None:
         """Takes in that a request failed at a replica.
@@ -199,7 +223,7 @@ class ReplicaSet:
                 await self._watch(member, prober=prober, context=context)
             except Exception:  # noqa: BLE001 - the task's supervisor: it logs and goes on
                 _log.exception("replica_watch_failed", replica=member.replica.id)
-                _stop_feed(member)
+                self._feeds.stop(member.replica.id)
                 self._note_bad(member, "watching it failed; see the log", hard=True)
                 await self._pause(member)
 
@@ -215,7 +239,9 @@ class ReplicaSet:
                     self._note_bad(member, answer.error, hard=answer.refused)
                 else:
                     self._note_good(member, answer.report, asked_s=asked_s)
-                    self._follow(member, group, context=context)
+                    if answer.report is None:
+                        await self._ask_engine(member, prober)
+                    self._feeds.follow(member.replica, group=group, context=context)
                 async with self._changed:
                     self._changed.notify_all()
                 await self._pause(member)
@@ -235,16 +261,10 @@ class ReplicaSet:
             if report.model != self._model:
                 problem = f"it serves {report.model!r}, not {self._model!r}"
             if replica.boot_id not in (None, report.boot_id):
-                _log.info("replica_restarted", replica=replica.id)
-                self._index.clear(replica.id)
-                self._ledger.forget(replica.id)
-                _stop_feed(member)
+                self._begin_again(replica)
             replica.boot_id = report.boot_id
             self._ledger.report(replica.id, report, asked_s=asked_s)
-            num_tokens = report.blocks.total * report.block_size
-            self._index.set_limit(
-                replica.id, math.ceil(INDEX_SLACK * num_tokens / self._block_size)
-            )
+            self._set_limit(replica, report.blocks.total * report.block_size)
         replica.on_good(report, problem=problem)
         _log_change(replica, was=was)
 
@@ -255,62 +275,44 @@ class ReplicaSet:
         if hard and replica.report is None:
             # Without a boot id nothing else tells that it died and comes back with an empty cache.
             self._index.clear(replica.id)
+            self._feeds.stop(replica.id)
+            member.engine, member.asked_engine_s = EngineReport(), -math.inf
         _log_change(replica, was=was)
 
-    def _follow(
-        self, member: _Member, group: asyncio.TaskGroup, *, context: zmq.asyncio.Context
-    ) -> None:
-        """Has the KV events of a replica followed, if it publishes any that the index knows."""
-        replica = member.replica
-        report = replica.report
-        info = report.kv_events if report is not None else None
-        if report is not None and info is not None and not self._understands(report):
-            if member.feed is None:
-                _log.warning(
-                    "kv_events_not_understood",
-                    replica=replica.id,
-                    block_size=report.block_size,
-                    hash_scheme=report.hash_scheme,
-                )
-            info = None
-        if member.feed is not None and member.feed.source.info == info:
+    async def _ask_engine(self, member: _Member, prober: Prober) -> None:
+        """Learns now and then what an engine without reports says in other places."""
+        now = self._clock.monotonic()
+        if now - member.asked_engine_s < self._options.engine_interval_s:
             return
-        _stop_feed(member)
-        if info is None:
-            return
-        source = FeedSource(replica.id, replica.host, info, self._block_size)
-        member.feed = ReplicaFeed(
-            source,
-            index=self._index,
-            clock=self._clock,
-            context=context,
-            options=self._options.feed,
-            stats=replica.feed_stats,
-        )
-        member.feed_task = group.create_task(member.feed.run(), name=f"feed-{replica.id}")
+        member.asked_engine_s = now
+        engine = await prober.describe(member.replica.url)
+        if engine.is_later_life(member.engine):
+            self._begin_again(member.replica)
+        member.engine = engine
+        if engine.num_tokens is not None:
+            self._set_limit(member.replica, engine.num_tokens)
 
-    def _understands(self, report: LoadReport) -> bool:
-        return (
-            report.hash_scheme == SCHEME
-            and report.block_size == self._block_size
-            and report.model == self._model
-        )
+    def _begin_again(self, replica: Replica) -> None:
+        """A replica restarted: nothing that was known of it is true any more."""
+        _log.info("replica_restarted", replica=replica.id)
+        self._index.clear(replica.id)
+        self._ledger.forget(replica.id)
+        self._feeds.stop(replica.id)
+
+    def _set_limit(self, replica: Replica, num_tokens: int) -> None:
+        """Has as many blocks listed as a replica can hold, and some more."""
+        limit = math.ceil(INDEX_SLACK * num_tokens / self._block_size)
+        for name in {replica.id, *(feed.source.replica_id for feed in self.feeds(replica.id))}:
+            self._index.set_limit(name, limit)
 
     def _remove(self, replica_id: str) -> None:
         member = self._members.pop(replica_id)
-        _stop_feed(member)
+        self._feeds.forget(replica_id)
         if member.task is not None:
             member.task.cancel()
         self._index.remove_replica(replica_id)
         self._ledger.forget(replica_id)
         _log.info("replica_removed", replica=replica_id)
-
-
-def _stop_feed(member: _Member) -> None:
-    """Stops a feed; it touches the index no more from now on."""
-    if member.feed_task is not None:
-        member.feed_task.cancel()
-    member.feed = member.feed_task = None
 
 
 def _log_change(replica: Replica, *, was: ReplicaState) -> None:

@@ -15,6 +15,7 @@ from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
 from kvway_core.web import DEFAULT_MAX_BODY_BYTES
 from kvway_router.discovery import DnsName, ReplicaAddress
+from kvway_router.feed_source import EventsOption
 from kvway_router.index import MAX_BYTES, MIN_BYTES
 from kvway_router.policies.registry import DEFAULT_POLICY, POLICIES
 
@@ -71,6 +72,11 @@ class RouterSettings:
     index_snapshot: Path | None = option(
         None, help="file that keeps the index across restarts: read first, written every minute"
     )
+    kv_events: tuple[str, ...] = option(
+        (),
+        help="where an engine publishes KV events, if it is not a kvway worker, which tells it",
+        metavar="[REPLICA=]ENDPOINT[,replay=ENDPOINT]",
+    )
     policy: str = option(
         DEFAULT_POLICY,
         help=f"how a replica is chosen: {', '.join(POLICIES)}",
@@ -114,6 +120,8 @@ class RouterSettings:
             yield from _refusal("--replica", url, ReplicaAddress.parse)
         for name in self.replica_dns:
             yield from _refusal("--replica-dns", name, DnsName.parse)
+        for text in self.kv_events:
+            yield from _refusal("--kv-events", text, EventsOption.parse)
         if self.policy not in POLICIES:
             yield f"--policy {self.policy!r} is not one of {', '.join(POLICIES)}"
         yield from self._number_problems()

@@ -55,8 +55,9 @@ class SnapshotKeeper:
     async def write(self) -> None:
         """Writes what is held now; waits for one that is being written."""
         async with self._writing:
+            # One step of the loop: the index and the numbers are of the same moment.
             boot_ids = {replica.id: replica.boot_id for replica in self._replicas.all()}
-            snapshot = self._index.snapshot(boot_ids)
+            snapshot = self._index.snapshot(boot_ids, self._replicas.next_seqs())
             try:
                 await asyncio.to_thread(write_snapshot, self._path, snapshot)
             except OSError as exc:

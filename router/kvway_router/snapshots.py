@@ -3,8 +3,9 @@
 A snapshot is an estimate: replicas went on without the router. So it says in which life of a
 replica it was taken, and whoever restores it clears a replica that lives another one.
 
-    magic, checksum, msgpack: [version, byte order, [run, ...], {replica: [boot id, [tier, ...]]}]
+    magic, checksum, msgpack: [version, byte order, [run, ...], {replica: saved}]
     run  = [number of the run before it or -1, hash it waits for or None, packed hashes]
+    saved = [boot id, [tier, ...], number of the next batch of KV events or None]
     tier = [number of the run, how many of its blocks, ...]      least recently used first
 """
 
@@ -48,10 +49,13 @@ class SavedReplica(msgspec.Struct, frozen=True, array_like=True):
         boot_id: The life it was in; None if it does not say.
         tiers: For each tier numbers of runs, each followed by how many of its leading blocks it
             held, least recently used first.
+        next_seq: Number of the first batch of KV events that is not in it; None where none were
+            followed.
     """
 
     boot_id: str | None
     tiers: list[list[int]]
+    next_seq: int | None = None
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
-from kvway_router.feed import apply_batch
+from kvway_router.block_events import OwnBlocks
 from kvway_router.feed_state import (
     Action,
     Apply,
@@ -80,6 +80,7 @@ class FeedMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.index = BlockIndex()
+        self.blocks = OwnBlocks(self.index, REPLICA, block_size=BLOCK_SIZE)
         self.stats = FeedStats()
         self.state = FeedState(options=self.options, stats=self.stats)
         self.num_boots = 0
@@ -96,7 +97,7 @@ class FeedMachine(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case Apply(batch):
-                    assert apply_batch(self.index, REPLICA, batch, block_size=BLOCK_SIZE) == 0
+                    assert self.blocks.apply(batch) == 0
                 case Clear():
                     self.index.clear(REPLICA)
                 case Replay(start_seq):

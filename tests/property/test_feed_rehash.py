@@ -16,6 +16,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from typing_extensions import override
 
 from kvway_core.blocks import Namespace, block_hashes, event_hash
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
@@ -159,6 +160,7 @@ class BoundedMachine(RehashMachine):
             options=RehashOptions(max_blocks=5, max_waiting_blocks=5),
         )
 
+    @override
     @invariant()
     def lists_what_is_whole(self) -> None:
         self.index.check_invariants()

@@ -18,8 +18,10 @@ from kvway_core.events import (
     encode_batch,
     pack_seq,
 )
-from kvway_router.feed import FeedSource, ReplicaFeed, apply_batch
-from kvway_router.feed_state import FeedOptions, FeedStats
+from kvway_router.block_events import OwnBlocks
+from kvway_router.feed import ReplicaFeed
+from kvway_router.feed_source import FeedSource
+from kvway_router.feed_state import FeedOptions, FeedPosition, FeedStats
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from tests.router.zmq_worker import TOPIC, ZmqWorker, removed, stored
@@ -54,16 +56,24 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def following(worker: ZmqWorker, *, options: FeedOptions = QUIET) -> AsyncIterator[Follower]:
-    index, stats = BlockIndex(), FeedStats()
+async def following(
+    worker: ZmqWorker,
+    *,
+    options: FeedOptions = QUIET,
+    index: BlockIndex | None = None,
+    resume: FeedPosition | None = None,
+) -> AsyncIterator[Follower]:
+    index, stats = BlockIndex() if index is None else index, FeedStats()
     context = zmq.asyncio.Context()
     feed = ReplicaFeed(
-        FeedSource(REPLICA, "127.0.0.1", worker.info, 16),
+        FeedSource.of_worker(REPLICA, "127.0.0.1", worker.info),
+        blocks=OwnBlocks(index, REPLICA, block_size=16),
         index=index,
         clock=SystemClock(),
         context=context,
         options=options,
         stats=stats,
+        resume=resume,
     )
     try:
         async with asyncio.TaskGroup() as group:
@@ -244,9 +254,49 @@ def test_events_enter_under_their_low_64_bits_on_the_tier_of_their_medium() -> N
     )
     batch = EventBatch(ts=0.0, events=events)
     assert encode_batch(batch)
-    assert apply_batch(index, REPLICA, batch, block_size=16) == 0
+    assert OwnBlocks(index, REPLICA, block_size=16).apply(batch) == 0
     assert index.match([low, 2**64 - 1]) == {REPLICA: 2}
     assert index.match([5, 6]) == {}
     assert index.match([5, 6], slowest=Tier.HOST) == {REPLICA: 1}
     assert index.match([5, 6], slowest=Tier.DISK) == {REPLICA: 2}
     assert index.match([7], slowest=Tier.DISK) == {}
+
+
+async def test_a_router_that_restarts_goes_on_from_where_its_index_got_to(
+    worker: ZmqWorker,
+) -> None:
+    index = BlockIndex()
+    async with following(worker, index=index) as follower:
+        assert follower.feed.position is None
+        await worker.publish(stored(11, 12))
+        await worker.publish(stored(13, parent=12))
+        await eventually(lambda: follower.matched == 3)
+        position = follower.feed.position
+    assert position == FeedPosition("boot-1", 2)
+    del worker.kept[0]  # by now it could not be replayed from the start
+    await worker.publish(removed(13), stored(77), lost=True)
+    async with following(worker, index=index, resume=position) as follower:
+        await eventually(lambda: follower.index.match([77]) == {REPLICA: 1})
+        assert follower.matched == 2
+        assert (follower.stats.num_lost, worker.replays) == (0, [0, 1])
+
+
+async def test_a_router_that_restarts_after_the_worker_did_begins_anew(worker: ZmqWorker) -> None:
+    index = BlockIndex()
+    index.store(REPLICA, None, CHAIN)
+    worker.restart("boot-2")
+    await worker.publish(stored(77))
+    resume = FeedPosition("boot-1", 5)
+    async with following(worker, index=index, resume=resume) as follower:
+        await eventually(lambda: follower.index.match([77]) == {REPLICA: 1})
+        assert follower.matched == 0
+
+
+async def test_an_index_that_let_entries_go_is_no_place_to_go_on_from(worker: ZmqWorker) -> None:
+    async with following(worker, options=HASTY) as follower:
+        await worker.publish(stored(*CHAIN))
+        await eventually(lambda: follower.matched == 4)
+        assert follower.feed.position is not None
+        worker.mute = True
+        await eventually(lambda: follower.matched == 0)
+        assert follower.feed.position is None
