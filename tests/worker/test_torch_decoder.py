@@ -84,7 +84,7 @@ class Runner:
 
     def __init__(self, model: HuggingFaceModel) -> None:
         self.model = model
-        shape = model.kv_shape(BLOCK_SIZE)
+        shape = model.kv_shape(BLOCK_SIZE, model.dtype)
         self.cache = PagedKVCache(shape, num_blocks=NUM_BLOCKS, device=CPU)
 
     def step(self, parts: Sequence[tuple[Sequence[int], int, int]], keep: Sequence[int]) -> Tensor:

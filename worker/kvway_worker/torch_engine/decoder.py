@@ -126,10 +126,11 @@ class Decoder:
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             q, k, v = self._qkv(layer, layer.attention_norm(x), turn)
-            write_kv(cache.k[index], cache.v[index], k, v, plan)
+            kv, scales = (cache.k[index], cache.v[index]), cache.scales(index)
+            write_kv(*kv, k, v, plan, **scales)
             if index == last and not len(keep):
                 return x.new_empty(0, len(self._embedding))
-            heads = paged_attention(q, cache.k[index], cache.v[index], plan, scale=layer.scale)
+            heads = paged_attention(q, *kv, plan, scale=layer.scale, **scales)
             attended = heads.flatten(1)
             if index == last:
                 attended, x = attended.index_select(0, keep), x.index_select(0, keep)

@@ -38,7 +38,7 @@ from kvway_worker.torch_engine.comparing import (
 )
 from kvway_worker.torch_engine.compiling import keep_compiled, told
 from kvway_worker.torch_engine.decoder import FAMILIES
-from kvway_worker.torch_engine.kv_cache import PagedKVCache, blocks_to_allocate
+from kvway_worker.torch_engine.kv_cache import PagedKVCache, blocks_to_allocate, kv_dtype_of
 from kvway_worker.torch_engine.logprobs import token_logprobs
 from kvway_worker.torch_engine.model import HuggingFaceModel, StepContext, first_line
 from kvway_worker.torch_engine.sampling import check_finite
@@ -73,6 +73,7 @@ class TorchEngine:
         model_dir: a folder as `kvway fetch` makes it.
         dtype: "float32", "bfloat16", or "auto": bfloat16 on a GPU and on CPUs with instructions
             for it, else float32; always float32 when deterministic.
+        kv_dtype: of keys and values in the cache: "int8", "fp8_e4m3", or "auto": the model's.
         device: "cpu", "cuda", or "auto": the GPU if there is one.
         num_blocks: KV blocks; excludes `kv_cache_bytes`.
         kv_cache_bytes: memory for them; 1 GiB when neither is given.
@@ -94,6 +95,7 @@ class TorchEngine:
         model_dir: Path,
         *,
         dtype: str = "auto",
+        kv_dtype: str = "auto",
         device: str = "auto",
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
@@ -123,7 +125,8 @@ class TorchEngine:
             raise ConfigError([problem])
         self.block_size: int = block_size
         self.vocab_size: int = model.vocab_size
-        shape = model.kv_shape(block_size)
+        cache_dtype, self.kv_dtype = kv_dtype_of(kv_dtype, model.dtype)
+        shape = model.kv_shape(block_size, cache_dtype)
         self.num_blocks: int = blocks_to_allocate(
             shape,
             num_blocks=num_blocks,
@@ -151,6 +154,7 @@ class TorchEngine:
             "torch_engine_loaded",
             model_dir=str(model_dir),
             dtype=str(torch_dtype).removeprefix("torch."),
+            kv_dtype=self.kv_dtype,
             device=str(torch_device),
             num_threads=torch.get_num_threads(),
             num_blocks=self.num_blocks,
@@ -319,8 +323,7 @@ class TorchEngine:
         )
 
     def _clear(self, blocks: Iterable[int]) -> None:
-        for layer in (*self._cache.k, *self._cache.v):
-            layer[list(blocks)] = 0
+        self._cache.clear(blocks)
 
 
 def _take_prompt_logprobs(

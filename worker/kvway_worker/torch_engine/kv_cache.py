@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from kvway_core.errors import ConfigError
+from kvway_kernels.quant import DTYPES, BlockLayout, Quantised
 from kvway_worker.settings import MAX_NUM_BLOCKS
 
 DEFAULT_KV_CACHE_BYTES = 2**30
@@ -23,7 +25,7 @@ class KVShape:
         block_size: tokens per block.
         num_kv_heads: key and value heads per layer.
         head_dim: size of each.
-        dtype: of keys and values.
+        dtype: of keys and values; one of `kvway_kernels.quant.DTYPES` where they are quantised.
     """
 
     num_layers: int
@@ -33,10 +35,36 @@ class KVShape:
     dtype: torch.dtype
 
     @property
+    def quantised(self) -> BlockLayout | None:
+        """How a block is laid out where keys and values are quantised, else None."""
+        if self.dtype not in DTYPES.values():
+            return None
+        return BlockLayout(self.block_size, self.num_kv_heads, self.head_dim, self.dtype)
+
+    @property
     def bytes_per_block(self) -> int:
-        """Keys and values of one block over all layers."""
+        """Keys and values of one block over all layers, with their scales if they have any."""
         per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        if self.quantised is not None:
+            per_layer = self.quantised.block_bytes
         return 2 * self.num_layers * per_layer
+
+
+def kv_dtype_of(name: str, model_dtype: torch.dtype) -> tuple[torch.dtype, str]:
+    """Return the dtype of keys and values by its name, and the name with `auto` resolved.
+
+    Args:
+        name: "auto" for the model's own, or one of `kvway_kernels.quant.DTYPES`.
+        model_dtype: what the model computes in.
+
+    Raises:
+        ConfigError: another name.
+    """
+    if name == "auto":
+        return model_dtype, str(model_dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError([f"--kv-dtype {name} is not one of auto, {', '.join(DTYPES)}"])
+    return DTYPES[name], name
 
 
 def blocks_to_allocate(
@@ -82,32 +110,42 @@ def blocks_to_allocate(
     return num_blocks
 
 
+class Scales(TypedDict):
+    """Scales of a layer's keys and values: None where these are not quantised."""
+
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
 class PagedKVCache:
     """Keys and values of every layer, in blocks.
 
-    Shapes: `k[layer]` and `v[layer]` are [num_blocks, block_size, num_kv_heads, head_dim],
-    contiguous, zero at first. Memory of blocks never written is not touched.
+    Shapes: `k[layer]` and `v[layer]` are [num_blocks, block_size, num_kv_heads, head_dim], zero at
+    first, contiguous. Where they are quantised `k_scale[layer]` and `v_scale[layer]` are
+    [num_blocks, block_size, num_kv_heads]; a layer's codes and scales of a block lie together, and
+    only one block of either is contiguous. Else they are None. Memory of blocks never written is
+    not touched.
 
     Raises:
         ConfigError: the device cannot hold them.
     """
 
-    __slots__ = ("k", "num_blocks", "shape", "v")
+    __slots__ = ("k", "k_scale", "num_blocks", "shape", "v", "v_scale")
 
     def __init__(self, shape: KVShape, *, num_blocks: int, device: torch.device) -> None:
-        size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-
-        def layers() -> list[Tensor]:
-            return [
-                torch.zeros(size, dtype=shape.dtype, device=device)
-                for _ in range(shape.num_layers)
-            ]
-
         self.shape = shape
         self.num_blocks = num_blocks
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
+        self.k_scale: list[Tensor | None] = []
+        self.v_scale: list[Tensor | None] = []
+        sides = ((self.k, self.k_scale), (self.v, self.v_scale))
         try:
-            self.k = layers()
-            self.v = layers()
+            for _ in range(shape.num_layers):
+                for data, scales in sides:
+                    layer, scale = _zeros(shape, num_blocks, device)
+                    data.append(layer)
+                    scales.append(scale)
         except (RuntimeError, MemoryError) as error:
             gib = num_blocks * shape.bytes_per_block / 2**30
             problem = (
@@ -116,6 +154,10 @@ class PagedKVCache:
             )
             raise ConfigError([problem]) from error
 
+    def scales(self, layer: int) -> Scales:
+        """Return the scales of a layer, as the kernels take them."""
+        return {"k_scale": self.k_scale[layer], "v_scale": self.v_scale[layer]}
+
     def copy(self, copies: Iterable[tuple[int, int, int]]) -> None:
         """Copy leading tokens from block to block, in order.
 
@@ -123,5 +165,27 @@ class PagedKVCache:
             copies: (source block, destination block, number of tokens) each.
         """
         for source, destination, num_tokens in copies:
-            for layer in (*self.k, *self.v):
-                layer[destination, :num_tokens] = layer[source, :num_tokens]
+            for tensor in self._tensors():
+                tensor[destination, :num_tokens] = tensor[source, :num_tokens]
+
+    def clear(self, blocks: Iterable[int]) -> None:
+        """Make blocks zero again."""
+        for block in blocks:
+            for tensor in self._tensors():
+                tensor[block].zero_()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Yield all that blocks consist of."""
+        for tensor in (*self.k, *self.v, *self.k_scale, *self.v_scale):
+            if tensor is not None:
+                yield tensor
+
+
+def _zeros(
+    shape: KVShape, num_blocks: int, device: torch.device
+) -> tuple[Tensor, None] | Quantised:
+    """Return one layer's keys or values, and their scales."""
+    if shape.quantised is not None:
+        return shape.quantised.allocate(num_blocks, device)
+    size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    return torch.zeros(size, dtype=shape.dtype, device=device), None

@@ -117,11 +117,12 @@ def _attend(
     if layer in kvway_step.layers_seen:
         raise ConfigError([f"{kind} attends twice in a layer"])
     kvway_step.layers_seen.add(layer)
-    k, v = kvway_step.cache.k[layer], kvway_step.cache.v[layer]
-    write_kv(k, v, key[0].transpose(0, 1), value[0].transpose(0, 1), kvway_step.plan)
+    cache, plan = kvway_step.cache, kvway_step.plan
+    kv, scales = (cache.k[layer], cache.v[layer]), cache.scales(layer)
+    write_kv(*kv, key[0].transpose(0, 1), value[0].transpose(0, 1), plan, **scales)
     rows = query[0].transpose(0, 1)
     scale = rows.shape[-1] ** -0.5 if scaling is None else scaling
-    out = paged_attention(rows, k, v, kvway_step.plan, scale=scale)
+    out = paged_attention(rows, *kv, plan, scale=scale, **scales)
     return out[None], None
 
 
@@ -177,14 +178,14 @@ class HuggingFaceModel:
         """Whether our decoder computes it, and not transformers' code."""
         return isinstance(self._model, Decoder)
 
-    def kv_shape(self, block_size: int) -> KVShape:
-        """Return what one block of this model's KV looks like."""
+    def kv_shape(self, block_size: int, dtype: torch.dtype) -> KVShape:
+        """Return what one block of this model's KV looks like when it is kept in a dtype."""
         return KVShape(
             num_layers=self.num_layers,
             block_size=block_size,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            dtype=self.dtype,
+            dtype=dtype,
         )
 
     def forward(
