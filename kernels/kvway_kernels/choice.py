@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import sysconfig
+from pathlib import Path
+
 import torch
 
 IMPLEMENTATIONS = ("reference", "sdpa", "compiled", "triton")
@@ -20,14 +25,41 @@ def chosen(implementation: str, *, device: torch.device | str = "cpu") -> tuple[
             is missing.
     """
     device = torch.device(device)
-    if implementation not in ("auto", *IMPLEMENTATIONS):
+    if implementation == "auto":
+        missing = _missing("compiled", device.type)
+        return ("sdpa", missing) if missing else ("compiled", "the fastest here")
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation {implementation!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}"
         )
-    if implementation == "auto":
-        return "sdpa", "the default"
-    if implementation in ("compiled", "triton"):
-        raise ValueError(
-            f"implementation {implementation!r} cannot run on {device}: not yet there"
-        )
+    missing = _missing(implementation, device.type)
+    if missing:
+        raise ValueError(f"implementation {implementation!r} cannot run on {device}: {missing}")
     return implementation, "asked for"
+
+
+@functools.cache
+def _missing(implementation: str, device_type: str) -> str:
+    """Return what an implementation lacks on a kind of device; empty: nothing."""
+    if implementation == "triton":
+        return "it is not there yet"
+    if implementation != "compiled":
+        return ""
+    if device_type != "cpu":
+        has_triton = importlib.util.find_spec("triton") is not None
+        return "" if has_triton else "no triton: install the package of that name"
+    return _missing_to_compile()
+
+
+def _missing_to_compile() -> str:
+    """Return what torch lacks to compile for the CPU."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # takes a second to import
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "no C++ compiler: install g++, or name one in the environment variable CXX"
+    if not (Path(sysconfig.get_path("include")) / "Python.h").is_file():
+        return "no headers of Python: install python3-dev, or what has Python.h here"
+    return ""

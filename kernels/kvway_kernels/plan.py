@@ -78,6 +78,9 @@ class DecodeGroup:
         lengths: their private keys: int64 [n].
         first_keys: the first that the row's window shows: int64 [n], 0 where there is no window.
         lone_blocks: where there is one request: its blocks, as a slice if they follow each other.
+        slots: for `compiled`: where the keys are, int64 [n, num_keys]. Where a row sees no key,
+            its request's first private one is. Else empty.
+        is_whole_step: the rows are all rows of the step, in order.
         num_keys: private keys of the longest.
         is_even: nothing is padded and nothing hidden.
     """
@@ -87,8 +90,15 @@ class DecodeGroup:
     lengths: Tensor
     first_keys: Tensor
     lone_blocks: BlockIds | None
+    slots: Tensor
+    is_whole_step: bool
     num_keys: int
     is_even: bool
+
+    @property
+    def num_requests(self) -> int:
+        """Requests in the group."""
+        return len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
@@ -216,7 +226,16 @@ def plan(  # noqa: PLR0913
         ),
         num_levels=max(levels, default=-1) + 1,
         prefills=tuple(make(rows, like=like) for rows in several),
-        decodes=tuple(_decode_group(group, device) for group in _grouped(singles)),
+        decodes=tuple(
+            _decode_group(
+                group,
+                num_rows=num_rows,
+                block_size=block_size,
+                device=device,
+                with_slots=name == "compiled",
+            )
+            for group in _grouped(singles)
+        ),
         implementation=name,
         num_blocks=num_blocks,
         block_size=block_size,
@@ -298,37 +317,62 @@ def _new_slots(private: Sequence[PrivateRows], block_size: int) -> Tensor:
 
 
 def _grouped(singles: Sequence[PrivateRows]) -> Iterator[list[PrivateRows]]:
-    """Split decode requests into groups of similar length, longest first, each bounded."""
+    """Split decode requests into groups of similar length, each bounded and in order of rows."""
     group: list[PrivateRows] = []
     longest = num_real = 0
     for rows in sorted(singles, key=lambda rows: rows.num_keys, reverse=True):
         padded = longest * (len(group) + 1)
         fits = padded <= _GROUP_TOKENS and num_real + rows.num_keys >= _GROUP_FILL * padded
         if group and not fits:
-            yield group
+            yield sorted(group, key=lambda rows: rows.row)
             group = []
         if not group:
             longest, num_real = rows.num_keys, 0
         group.append(rows)
         num_real += rows.num_keys
     if group:
-        yield group
+        yield sorted(group, key=lambda rows: rows.row)
 
 
-def _decode_group(group: Sequence[PrivateRows], device: torch.device) -> DecodeGroup:
-    width = len(group[0].blocks)  # the longest is the first
+def _decode_group(
+    group: Sequence[PrivateRows],
+    *,
+    num_rows: int,
+    block_size: int,
+    device: torch.device,
+    with_slots: bool,
+) -> DecodeGroup:
+    num_keys = max(rows.num_keys for rows in group)
+    width = max(len(rows.blocks) for rows in group)
     buffer = array("q")
     for rows in group:
         buffer.extend(rows.blocks)
         buffer.extend([rows.blocks[0]] * (width - len(rows.blocks)))
-    tables = torch.frombuffer(buffer, dtype=torch.int64).view(len(group), width)
-    num_keys = group[0].num_keys
+    tables = torch.frombuffer(buffer, dtype=torch.int64).view(len(group), width).to(device)
+    lengths = int64([rows.num_keys for rows in group]).to(device)
+    first_keys = int64([max(0, rows.first_key) for rows in group]).to(device)
+    slots = tables.new_zeros(0, 0)
+    if with_slots:
+        slots = _seen_slots(tables, lengths, first_keys, num_keys, block_size)
     return DecodeGroup(
         rows=int64([rows.row for rows in group]).to(device),
-        tables=tables.to(device),
-        lengths=int64([rows.num_keys for rows in group]).to(device),
-        first_keys=int64([max(0, rows.first_key) for rows in group]).to(device),
+        tables=tables,
+        lengths=lengths,
+        first_keys=first_keys,
         lone_blocks=block_ids(group[0].blocks, device) if len(group) == 1 else None,
+        slots=slots,
+        is_whole_step=len(group) == num_rows,
         num_keys=num_keys,
         is_even=all(rows.num_keys == num_keys and rows.first_key <= 0 for rows in group),
     )
+
+
+def _seen_slots(
+    tables: Tensor, lengths: Tensor, first_keys: Tensor, num_keys: int, block_size: int
+) -> Tensor:
+    """Return the slots of each request's keys; the first one's where its row sees none."""
+    within = torch.arange(block_size, device=tables.device)
+    slots = (tables[:, :, None] * block_size + within).flatten(1)[:, :num_keys]
+    key = torch.arange(num_keys, device=tables.device)
+    is_seen = (key < lengths[:, None]) & (key >= first_keys[:, None])
+    return torch.where(is_seen, slots, slots[:, :1])

@@ -1,5 +1,7 @@
 """Paged and cascade attention in torch's own operations: needs no compiler.
 
+Where the plan says `compiled`, decode is left to the module of that name; the rest is the same.
+
 Keys whose blocks follow each other are read in place; others are gathered into a dense copy
 first. Quantised keys are always copied, dequantised, at most a piece of a request at once, and
 what the pieces give is merged. Grouped-query attention costs no copy: a decode row's heads that
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvway_kernels import compiled
 from kvway_kernels.blocks import load, pieces
 from kvway_kernels.dense import attend as attend_dense
 from kvway_kernels.dense import shared_pass
@@ -32,23 +35,67 @@ def attend(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `kvway_kernels.api.cascade_attention` promises; arguments already checked."""
-    num_parts = plan.num_levels + 1
-    is_merged = num_parts > 1 or isinstance(k_cache, Quantised)
-    dtype = torch.float32 if is_merged else q.dtype
-    out = q.new_zeros(num_parts, *q.shape, dtype=dtype)
-    lse = q.new_full((num_parts, *q.shape[:2]), -torch.inf, dtype=torch.float32)
+    is_compiled = plan.implementation == "compiled" and not isinstance(k_cache, Quantised)
+    parts = _shared(q, k_cache, v_cache, plan, scale=scale, softcap=softcap)
+    if is_compiled and len(plan.decodes) == 1 and plan.decodes[0].num_requests == len(q):
+        return _decode_compiled(
+            q, k_cache, v_cache, plan.decodes[0], parts, scale=scale, softcap=softcap
+        )
+    is_merged = parts is not None or isinstance(k_cache, Quantised)
+    out = torch.zeros_like(q, dtype=torch.float32 if is_merged else q.dtype)
+    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
     for prefill in plan.prefills:
-        _prefill(out[-1], lse[-1], q, k_cache, v_cache, prefill, scale=scale, softcap=softcap)
-    for group in plan.decodes:
-        _decode(out[-1], lse[-1], q, k_cache, v_cache, group, scale=scale, softcap=softcap)
+        _prefill(out, lse, q, k_cache, v_cache, prefill, scale=scale, softcap=softcap)
+    for group in () if is_compiled else plan.decodes:
+        _decode(out, lse, q, k_cache, v_cache, group, scale=scale, softcap=softcap)
+    if parts is not None:
+        out, lse = merge_states(torch.cat([parts[0], out[None]]), torch.cat([parts[1], lse[None]]))
+    out = out.to(q.dtype)
+    for group in plan.decodes if is_compiled else ():
+        group_out, group_lse = _decode_compiled(
+            q, k_cache, v_cache, group, parts, scale=scale, softcap=softcap
+        )
+        out.index_copy_(0, group.rows, group_out)
+        lse.index_copy_(0, group.rows, group_lse)
+    return out, lse
+
+
+def _shared(
+    q: Tensor,
+    k_cache: KV,
+    v_cache: KV,
+    plan: PagedPlan,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor] | None:
+    """Attend to the shared runs: a part per level, absent where a row is in no run of it.
+
+    Shapes: result [levels, T, Hq, D] and [levels, T, Hq], float32; None without shared runs.
+    """
+    if not plan.passes:
+        return None
+    out = q.new_empty(plan.num_levels, *q.shape, dtype=torch.float32)
+    lse = q.new_full((plan.num_levels, *q.shape[:2]), -torch.inf, dtype=torch.float32)
     for run in plan.passes:
         part_out, part_lse = shared_pass(q, k_cache, v_cache, run, scale=scale, softcap=softcap)
-        out[run.level, run.rows] = part_out.to(dtype)
+        out[run.level, run.rows] = part_out.float()
         lse[run.level, run.rows] = part_lse
-    if num_parts == 1:
-        return out[0].to(q.dtype), lse[0]
-    merged, merged_lse = merge_states(out, lse)
-    return merged.to(q.dtype), merged_lse
+    return out, lse
+
+
+def _decode_compiled(
+    q: Tensor,
+    k_cache: KV,
+    v_cache: KV,
+    group: DecodeGroup,
+    parts: tuple[Tensor, Tensor] | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)  # noqa: PT018, S101
+    return compiled.decode(q, k_cache, v_cache, group, scale=scale, softcap=softcap, parts=parts)
 
 
 def _prefill(  # noqa: PLR0913

@@ -5,13 +5,23 @@ The reference knows nothing of sharing: it is computed from each request's own t
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from kvway_kernels import compiled
 from tests.kernels.trees import IMPLEMENTATIONS, TREES, Tree, lse_error, relative_error
 
 BUDGET = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
 LSE_BUDGET = {torch.float32: 2e-6, torch.bfloat16: 1e-4}
+
+
+@pytest.fixture(autouse=True)
+def graph_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the graph of `compiled` without the compiler: test_compiled.py runs it with."""
+    graph: Any = compiled._decode
+    monkeypatch.setattr(compiled, "_compiled", lambda: graph)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

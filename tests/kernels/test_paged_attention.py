@@ -76,6 +76,7 @@ def run(case: Case, *, fixed_shapes: bool = False) -> Tensor:
         block_size=BLOCK_SIZE,
         dtype=case.q.dtype,
         fixed_shapes=fixed_shapes,
+        implementation="sdpa",
     )
     return paged_attention(case.q, case.k_cache, case.v_cache, step, scale=SCALE)
 
@@ -122,7 +123,11 @@ def test_within_the_error_budget_with_and_without_a_matrix_unit_for_bfloat16(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_matrix_unit)
     case = make_case([(33, 33), (300, 310), (15, 60), (1, 20)], dtype=torch.bfloat16)
     step = plan(
-        case.requests, num_blocks=case.num_blocks, block_size=BLOCK_SIZE, dtype=torch.bfloat16
+        case.requests,
+        num_blocks=case.num_blocks,
+        block_size=BLOCK_SIZE,
+        dtype=torch.bfloat16,
+        implementation="sdpa",
     )
     many = torch.bfloat16 if has_matrix_unit else torch.float32
     assert [rows.dtype for rows in step.prefills] == [many, many, torch.bfloat16]
@@ -133,7 +138,11 @@ def test_within_the_error_budget_with_and_without_a_matrix_unit_for_bfloat16(
 def test_a_step_planned_for_another_dtype_is_right() -> None:
     case = make_case(MIXES["everything"], dtype=torch.bfloat16)
     step = plan(
-        case.requests, num_blocks=case.num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32
+        case.requests,
+        num_blocks=case.num_blocks,
+        block_size=BLOCK_SIZE,
+        dtype=torch.float32,
+        implementation="sdpa",
     )
     found = paged_attention(case.q, case.k_cache, case.v_cache, step, scale=SCALE)
     expected, _ = specified(case, torch.float64)

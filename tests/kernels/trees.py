@@ -14,7 +14,7 @@ from kvway_kernels.api import RequestRows, SharedRun, cascade_attention, plan
 
 BLOCK_SIZE = 16
 
-IMPLEMENTATIONS = ("reference", "sdpa")
+IMPLEMENTATIONS = ("reference", "sdpa", "compiled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +91,21 @@ class Tree:
         order = list(range(1, num_blocks))
         random.Random(seed).shuffle(order)
         tables = [[order.pop() for _ in range(count)] for count in counts]
-        for members, first, size in shape.runs:
+        for members, first, num in shape.runs:
             for member in members[1:]:
-                tables[member][first : first + size] = tables[members[0]][first : first + size]
+                tables[member][first : first + num] = tables[members[0]][first : first + num]
         size = (num_blocks, BLOCK_SIZE, heads[1], head_dim)
-        caches = [torch.randn(size, generator=generator).to(dtype) for _ in range(2)]
+        k_cache = torch.randn(size, generator=generator).to(dtype)
+        v_cache = torch.randn(size, generator=generator).to(dtype)
         if poison is not None:
             owned = _owned(tables, shape.lengths, num_blocks)
-            for cache in caches:
-                cache[~owned] = poison
+            k_cache[~owned] = v_cache[~owned] = poison
         num_rows = sum(rows for rows, _ in shape.lengths)
         q = torch.randn(num_rows, heads[0], head_dim, generator=generator).to(dtype)
         return cls(
             q,
-            *caches,
+            k_cache,
+            v_cache,
             tuple(
                 RequestRows(rows, keys, table)
                 for (rows, keys), table in zip(shape.lengths, tables, strict=True)
