@@ -268,6 +268,8 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: Tokens of prompt and answer together.
         max_num_seqs: Requests in a batch at most.
         kv_events: None when it publishes none.
+        kv_dtype: What cached keys and values are kept as, such as "int8"; None before the model is
+            loaded, and of an engine that has none.
         attention: None before the model is loaded, and of an engine that computes none.
     """
 
@@ -285,4 +287,5 @@ class LoadReport(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Count
     max_num_seqs: Count
     kv_events: KvEventsInfo | None = None
+    kv_dtype: ShortText | None = None
     attention: AttentionInfo | None = None

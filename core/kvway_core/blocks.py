@@ -45,6 +45,9 @@ class Namespace:
         adapter: LoRA adapter name, empty for none.
         adapter_version: Content version of the adapter, empty for none.
         cache_salt: Secret that keeps one tenant's blocks from another's, empty for none.
+        kv_dtype: What keys and values are kept as, such as "int8"; empty for unknown. The hashes
+            are the same for all: a router looks one chain up for replicas of any dtype. That is
+            safe because a hash only finds a block, and a hit compares the namespace itself.
     """
 
     model: str
@@ -52,6 +55,7 @@ class Namespace:
     adapter: str = ""
     adapter_version: str = ""
     cache_salt: str = ""
+    kv_dtype: str = ""
 
     def __post_init__(self) -> None:
         """Refuses a block size that is not positive.
@@ -64,8 +68,9 @@ class Namespace:
     def root(self) -> BlockHash:
         """Returns the parent of every first block in this namespace.
 
-        Each field is written as its tag, its length in bytes as uint32 little-endian, its value as
-        UTF-8; no two namespaces have the same bytes.
+        Each field but `kv_dtype` is written as its tag, its length in bytes as uint32
+        little-endian, its value as UTF-8; no two namespaces that differ in one of them have the
+        same bytes.
         """
         fields = (
             (b"S", SCHEME),

@@ -57,6 +57,8 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type"):
         kv_cache_spec_kind: Of vLLM: how that group attends, such as "full_attention".
         locality: Of vLLM: "REMOTE" when the blocks are not the worker's own.
         metadata: Of SGLang: a map that may have a "cache_salt".
+        kv_dtype: Ours: what keys and values in the blocks are kept as, such as "int8". Left out
+            where it is unknown; vLLM's readers skip it.
 
     What other engines alone send is typed loosely and left out where it is not set: ours is on the
     wire as it always was.
@@ -74,6 +76,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type"):
     kv_cache_spec_kind: object = msgspec.UNSET
     locality: object = msgspec.UNSET
     metadata: object = msgspec.UNSET
+    kv_dtype: object = msgspec.UNSET
 
     def num_plain(self) -> int:
         """Counts the leading blocks whose KV depends on nothing but the model and the tokens.

@@ -618,6 +618,7 @@ def load_report() -> api.LoadReport:
         max_model_len=8192,
         max_num_seqs=32,
         kv_events=api.KvEventsInfo(1, 2, "t"),
+        kv_dtype="int8",
         attention=api.AttentionInfo("compiled", "there is a compiler", "on"),
     )
 

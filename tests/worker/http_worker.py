@@ -55,6 +55,7 @@ class ScriptedEngine:
     ) -> None:
         self.num_blocks = num_blocks
         self.max_model_len = num_blocks * self.block_size
+        self.kv_dtype: str | None = None
         self._script = list(script)
         self.attends: AttentionReading | None = None
         self._fails_at = fails_at or frozenset()

@@ -70,6 +70,7 @@ def test_the_example_file_has_every_option_and_they_parse(tmp_path: Path) -> Non
         ("exclude each other", ("--model", "m", "--num-blocks", "9", "--kv-cache-gib", "1")),
         ("--kv-cache-gib has no meaning with --engine sim", (*SIM, "--kv-cache-gib", "1")),
         ("--dtype has no meaning with --engine sim", (*SIM, "--dtype", "float32")),
+        ("--kv-dtype has no meaning with --engine sim", (*SIM, "--kv-dtype", "int8")),
         ("--device has no meaning with --engine sim", (*SIM, "--device", "cpu")),
         ("--deterministic has no meaning with --engine sim", (*SIM, "--deterministic")),
         ("--num-threads has no meaning with --engine sim", (*SIM, "--num-threads", "1")),

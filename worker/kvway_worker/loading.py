@@ -49,6 +49,7 @@ def load_model(settings: WorkerSettings, model_dir: Path, clock: Clock) -> Loade
         block_size=engine.block_size,
         max_model_len=_max_model_len(settings, encoder, engine),
         fingerprint=_fingerprint(settings, model_dir),
+        kv_dtype=engine.kv_dtype or "",
         created=int(clock.time()),
     )
     pool = BlockPool(
@@ -57,6 +58,7 @@ def load_model(settings: WorkerSettings, model_dir: Path, clock: Clock) -> Loade
         prefix_caching=settings.prefix_caching,
         force_miss=settings.force_prefix_misses,
         pin_quota=settings.pin_quota,
+        kv_dtype=engine.kv_dtype,
     )
     scheduler = Scheduler(
         pool,
@@ -108,6 +110,7 @@ def _torch_engine(settings: WorkerSettings, model_dir: Path) -> Engine:
     return TorchEngine(
         model_dir,
         dtype=settings.dtype,
+        kv_dtype=settings.kv_dtype,
         device=settings.device,
         num_blocks=settings.num_blocks,
         kv_cache_bytes=None if gib is None else int(gib * 2**30),
@@ -168,6 +171,7 @@ def _fingerprint(settings: WorkerSettings, model_dir: Path) -> str:
         settings.name,
         settings.engine,
         settings.dtype,
+        settings.kv_dtype,
         settings.device,
         str(settings.deterministic),
         (model_dir / "config.json").read_text(encoding="utf-8"),

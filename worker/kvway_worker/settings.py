@@ -48,6 +48,12 @@ class WorkerSettings:
         help="type of weights and KV; auto is bfloat16 where the hardware computes with it",
         choices=("auto", "float32", "bfloat16"),
     )
+    kv_dtype: str = option(
+        "auto",
+        help="type of cached keys and values, torch only; int8 and fp8_e4m3 take about half the"
+        " memory of bfloat16 and round; auto is that of the weights",
+        choices=("auto", "int8", "fp8_e4m3"),
+    )
     device: str = option(
         "auto",
         help="where the model runs; auto is the GPU if there is one",
@@ -304,6 +310,7 @@ _AT_MOST: Final = (
 _TORCH_ONLY: Final = (
     "kv_cache_gib",
     "dtype",
+    "kv_dtype",
     "device",
     "attention",
     "compile",

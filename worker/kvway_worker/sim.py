@@ -83,6 +83,7 @@ class SimEngine:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_model_len = num_blocks * block_size
+        self.kv_dtype: str | None = None
         self._costs = costs or CostModel()
         self._answer_ids = answer_ids
         self._kv = array("Q", bytes(8 * num_blocks * block_size))

@@ -47,6 +47,11 @@ class Engine(Protocol):
         """Tokens of the longest request that it can compute."""
         ...
 
+    @property
+    def kv_dtype(self) -> str | None:
+        """What keys and values are kept as, such as "int8"; None where there are none."""
+        ...
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes a step: copies first, then the KV of all rows, then what the rows read."""
         ...

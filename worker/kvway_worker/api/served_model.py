@@ -21,6 +21,7 @@ class ServedModel:
         max_model_len: Tokens of prompt and answer together at most.
         fingerprint: Changes when answers may change: the `system_fingerprint`.
         created: When it was loaded, Unix seconds.
+        kv_dtype: What its keys and values are kept as; empty where there are none.
     """
 
     name: str
@@ -29,10 +30,16 @@ class ServedModel:
     max_model_len: int
     fingerprint: str
     created: int
+    kv_dtype: str = ""
 
     def namespace(self, cache_salt: str | None) -> Namespace:
         """Return what the KV of a request depends on besides its tokens."""
-        return Namespace(model=self.name, block_size=self.block_size, cache_salt=cache_salt or "")
+        return Namespace(
+            model=self.name,
+            block_size=self.block_size,
+            cache_salt=cache_salt or "",
+            kv_dtype=self.kv_dtype,
+        )
 
     def check_name(self, name: str | None) -> None:
         """Raise ModelNotFound for another model."""

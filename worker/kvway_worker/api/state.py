@@ -164,6 +164,7 @@ class Worker:
             max_model_len=self.model.max_model_len if self.model else 0,
             max_num_seqs=settings.max_num_seqs,
             kv_events=self._kv_events,
+            kv_dtype=(self.model.kv_dtype or None) if self.model else None,
             attention=_attention_info(load.attention) if load and load.attention else None,
         )
 

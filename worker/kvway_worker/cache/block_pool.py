@@ -54,6 +54,7 @@ class BlockPool:
         prefix_caching: False makes every lookup a miss and publishes nothing.
         force_miss: Every lookup is a miss although all is published: for comparing cold with warm.
         pin_quota: Share of the blocks that pins may keep, 0 to 1.
+        kv_dtype: What keys and values are kept as, for the events; None for unknown.
 
     Attributes:
         stats: Told of every block that is stored, hit and gone.
@@ -101,6 +102,7 @@ class BlockPool:
         prefix_caching: bool = True,
         force_miss: bool = False,
         pin_quota: float = 0.25,
+        kv_dtype: str | None = None,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
@@ -119,7 +121,7 @@ class BlockPool:
         self._contents = Contents(num_blocks, block_size)
         self._free = FreeBlocks(num_blocks)
         self._pins = Pins(int(pin_quota * num_blocks))
-        self._events = PoolEvents(block_size)
+        self._events = PoolEvents(block_size, kv_dtype)
 
     # --- what is there ------------------------------------------------------------------------
 

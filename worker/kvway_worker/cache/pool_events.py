@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from kvway_core.blocks import BlockHash, event_hash
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvway_worker.cache.block_content import BlockContent
@@ -14,12 +16,14 @@ class PoolEvents:
 
     Args:
         block_size: Tokens per block.
+        kv_dtype: What keys and values are kept as; None for unknown.
     """
 
-    __slots__ = ("_block_size", "_events")
+    __slots__ = ("_block_size", "_events", "_kv_dtype")
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, kv_dtype: str | None = None) -> None:
         self._block_size = block_size
+        self._kv_dtype = kv_dtype or msgspec.UNSET
         self._events: list[KVEvent] = []
 
     def stored(self, contents: Sequence[BlockContent], parent: BlockHash | None) -> None:
@@ -30,6 +34,7 @@ class PoolEvents:
                 parent_block_hash=None if parent is None else event_hash(parent),
                 token_ids=[token for content in contents for token in content.token_ids],
                 block_size=self._block_size,
+                kv_dtype=self._kv_dtype,
             )
         )
 
