@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from typing_extensions import override
 
 from kvway_kernels.api import PagedPlan, RequestRows, cascade_attention, plan
 from kvway_kernels.op import cascade_attention_op
@@ -65,6 +66,7 @@ class Toy(torch.nn.Module):
         self.k_cache = [torch.zeros(40, BLOCK_SIZE, 1, 16) for _ in range(2)]
         self.v_cache = [torch.zeros(40, BLOCK_SIZE, 1, 16) for _ in range(2)]
 
+    @override
     def forward(self, x: Tensor, slots: Tensor, key: Tensor) -> Tensor:
         for layer, k_cache, v_cache in zip(self.qkv, self.k_cache, self.v_cache, strict=True):
             rows = layer(x)
