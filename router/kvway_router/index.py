@@ -118,6 +118,32 @@ class BlockIndex:
                 matched[replica_id] = max(num, matched.get(replica_id, 0))
         return matched
 
+    def match_slower(
+        self, hashes: Sequence[int], matches: Mapping[str, int]
+    ) -> Mapping[str, tuple[int, int]]:
+        """Counts what follows on slower tiers behind what replicas hold on their devices.
+
+        Args:
+            hashes: The prompt.
+            matches: The answer of `match` for it.
+
+        Returns:
+            Blocks on the host, and behind them on a disk, of those replicas that have any.
+        """
+        if not any(
+            holdings[Tier.HOST].num_blocks or holdings[Tier.DISK].num_blocks
+            for _, holdings in self._roster.items()
+        ):
+            return {}
+        host = self.match(hashes, slowest=Tier.HOST)
+        found = {}
+        for name, on_disk in self.match(hashes, slowest=Tier.DISK).items():
+            on_device = matches.get(name, 0)
+            if on_disk > on_device:
+                on_host = host.get(name, 0)
+                found[name] = (on_host - on_device, on_disk - on_host)
+        return found
+
     def num_blocks(self, replica_id: str, tier: Tier = Tier.DEVICE) -> int:
         """Counts the blocks listed for a replica on a tier; 0 for one that is not known."""
         holdings = self._roster.get(replica_id)
@@ -134,7 +160,7 @@ class BlockIndex:
         return self._tree.num_blocks
 
     def last_uses(self, replica_id: str, hashes: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns when a replica's device last used each part of a prompt that it is listed with.
+        """Returns when a replica's device last used each part of a prompt that it holds for sure.
 
         Returns:
             Of each part, from the first block on: how many blocks of the prompt end with it, and
@@ -145,9 +171,9 @@ class BlockIndex:
         entries = holdings[Tier.DEVICE].entries if holdings else {}
         for node, start, num in self._tree.pieces(hashes) if entries else ():
             entry = entries.get(node)
-            if entry is None or start != (uses[-1][0] if uses else 0):
+            if entry is None or not entry.sure or start != (uses[-1][0] if uses else 0):
                 break
-            uses.append((start + min(num, entry.count), entry.tick))
+            uses.append((start + min(num, entry.sure), entry.tick))
         return uses
 
     @property
