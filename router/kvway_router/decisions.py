@@ -19,18 +19,23 @@ MAX_CANDIDATES: Final = 32
 
 
 class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica as it was weighed. Times in seconds; the cost is the sum of the five terms.
+    """One replica as it was weighed. Times in seconds; the cost is the sum of six terms.
+
+    These are queued, step, own, reload, price and kv.
 
     Attributes:
         replica_id: The replica.
         matched_blocks: Leading blocks of the prompt it held, by the router's index.
+        slow_blocks: How many of them were not on its device.
         uncached_tokens: Prompt tokens it would have to compute.
         queued_s: Prefill work before this request.
         step_s: Steps shared with decodes.
-        own_s: This request's own prefill.
+        own_s: This request's own prefill, at least a step.
+        work_s: The work alone.
+        reload_s: Bringing blocks back from slower tiers.
         price_s: What own work costs beyond its time because all replicas queue.
         kv_s: KV memory that is getting scarce.
-        predicted_ttft_s: queued + step + own.
+        predicted_ttft_s: queued + step + own + reload.
         cost_s: What was compared.
         in_flight: Requests there at that moment.
         blocks_held: Blocks listed for it at that moment.
@@ -38,10 +43,13 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     replica_id: str
     matched_blocks: int
+    slow_blocks: int
     uncached_tokens: int
     queued_s: float
     step_s: float
     own_s: float
+    work_s: float
+    reload_s: float
     price_s: float
     kv_s: float
     predicted_ttft_s: float
@@ -55,10 +63,13 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             replica_id=candidate.replica_id,
             matched_blocks=candidate.matched_blocks,
+            slow_blocks=candidate.slow_blocks,
             uncached_tokens=candidate.uncached_tokens,
             queued_s=candidate.queued_s,
             step_s=candidate.step_s,
             own_s=candidate.own_s,
+            work_s=candidate.work_s,
+            reload_s=candidate.reload_s,
             price_s=candidate.price_s,
             kv_s=candidate.kv_s,
             predicted_ttft_s=candidate.ttft_s,
@@ -94,6 +105,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
         detail: Why, as a sentence with the numbers.
         price_of_work: How much more than its time own work cost, because all replicas queued.
         matched_tokens: Prompt tokens that the chosen replica held, by the router's index.
+        reachable_tokens: The same of the candidate that held the most: what routing could reach.
+        sticky: Whether the client gave a key to keep requests together.
         predicted_ttft_s: Predicted time to first token at the chosen replica.
         num_candidates: Replicas that were weighed.
         candidates: The cheapest of them, `MAX_CANDIDATES` at most, the chosen one among them.
@@ -120,6 +133,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     detail: str
     price_of_work: float
     matched_tokens: int
+    reachable_tokens: int
+    sticky: bool
     predicted_ttft_s: float
     num_candidates: int
     candidates: tuple[CandidateRecord, ...]

@@ -41,7 +41,14 @@ from kvway_router.policies.base import Policy, Situation, decide
 from kvway_router.policies.state import PolicyState
 from kvway_router.policy import Decision, PolicyParams, Prompt
 from kvway_router.proxy import CachedTokens, ReplicaAnswer, ReplicaClient, request_headers
-from kvway_router.reading import ReaderPool, ReadRequest, Route, ServedModel, read_request
+from kvway_router.reading import (
+    STICKY_HEADER,
+    ReaderPool,
+    ReadRequest,
+    Route,
+    ServedModel,
+    read_request,
+)
 from kvway_router.replicas import ReplicaSet
 from kvway_router.running import RunningRequests
 from kvway_router.trips import Trip, TripLog
@@ -194,7 +201,7 @@ class Dispatcher:
     # -- the phases -----------------------------------------------------------------------------
 
     async def _serve(self, call: Call, downstream: Downstream, *, trip: Trip) -> None:
-        request = await self._read(call.route, await downstream.body())
+        request = await self._read(call, await downstream.body())
         trip.read(request, block_size=self._model.namespace.block_size)
         tried: frozenset[str] = frozenset()
         failure: ReplicaError | None = None
@@ -223,14 +230,15 @@ class Dispatcher:
         assert failure is not None  # noqa: S101  the loop ends with a failure or not at all
         await self._give_up(failure, downstream, trip=trip)
 
-    async def _read(self, route: Route, body: bytes) -> ReadRequest:
+    async def _read(self, call: Call, body: bytes) -> ReadRequest:
         """Phase 1."""
         read = partial(
             read_request,
             body,
-            route=route,
+            route=call.route,
             model=self._model,
             max_model_len=self.max_model_len(),
+            sticky=call.headers.get(STICKY_HEADER),
         )
         return await self._readers.run(read)
 
@@ -241,13 +249,16 @@ class Dispatcher:
             block_size=self._model.namespace.block_size,
             prefix_key=request.prefix_key,
             num_output_tokens=request.num_output_tokens,
+            sticky_key=request.sticky_key,
         )
+        matches = self._index.match(request.hashes)
         situation = Situation(
             prompt=prompt,
-            matches=self._index.match(request.hashes),
+            matches=matches,
+            slower=self._index.match_slower(request.hashes, matches),
             loads=self._replicas.loads(exclude=tried),
             params=self._params,
-            mean_own_s=self._ledger.mean_own_s,
+            mean_work_s=self._ledger.mean_work_s,
             retry=bool(tried),
             now_s=self._ledger.now(),
         )
@@ -267,7 +278,7 @@ class Dispatcher:
         replica = self._replicas.get(decision.replica_id)
         assert replica is not None  # noqa: S101  chosen from the set in this step of the loop
         with (
-            self._ledger.charge(decision.chosen) as charge,
+            self._ledger.charge(decision.chosen, is_stream=request.stream) as charge,
             self._expected(decision, request) as speculation,
         ):
             async with self._client.attempt(

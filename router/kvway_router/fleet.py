@@ -22,21 +22,29 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: Prompt tokens of those whose replica said how many it had cached.
         cached_tokens: How many it said.
         matched_tokens: How many the router's index had said.
+        reachable_tokens: How many the index had said of the candidate that held the most.
+        streams: Answers that came as a stream from the first replica that was tried.
+        predicted_ttft_s: Sum of their predicted times to first token, seconds.
+        ttft_s: Sum of their real ones.
+        ttft_error_s: Sum of how far each was off, either way.
     """
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     matched_tokens: int = 0
+    reachable_tokens: int = 0
+    streams: int = 0
+    predicted_ttft_s: float = 0.0
+    ttft_s: float = 0.0
+    ttft_error_s: float = 0.0
 
-    def plus(self, *, prompt_tokens: int, cached_tokens: int, matched_tokens: int) -> TokenCounts:
-        """Returns the counts with one more request."""
-        return TokenCounts(
-            requests=self.requests + 1,
-            prompt_tokens=self.prompt_tokens + prompt_tokens,
-            cached_tokens=self.cached_tokens + cached_tokens,
-            matched_tokens=self.matched_tokens + matched_tokens,
-        )
+    def plus(self, more: TokenCounts) -> TokenCounts:
+        """Returns the sum of both."""
+        return TokenCounts(**{name: getattr(self, name) + getattr(more, name) for name in _COUNTS})
+
+
+_COUNTS: Final = TokenCounts.__struct_fields__
 
 
 class Traffic:
@@ -48,20 +56,42 @@ class Traffic:
         self._by_replica: OrderedDict[str, TokenCounts] = OrderedDict()
 
     def add(
-        self, replica_id: str, *, prompt_tokens: int, cached_tokens: int, matched_tokens: int
+        self,
+        replica_id: str,
+        *,
+        prompt_tokens: int,
+        cached_tokens: int,
+        matched_tokens: int,
+        reachable_tokens: int,
     ) -> None:
         """Counts one answer."""
+        self._add(
+            replica_id,
+            TokenCounts(
+                requests=1,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=cached_tokens,
+                matched_tokens=matched_tokens,
+                reachable_tokens=reachable_tokens,
+            ),
+        )
+
+    def add_ttft(self, replica_id: str, *, predicted_s: float, real_s: float) -> None:
+        """Compares a predicted time to first token with the real one."""
+        self._add(
+            replica_id,
+            TokenCounts(
+                streams=1,
+                predicted_ttft_s=predicted_s,
+                ttft_s=real_s,
+                ttft_error_s=abs(real_s - predicted_s),
+            ),
+        )
+
+    def _add(self, replica_id: str, more: TokenCounts) -> None:
         counts = self._by_replica.pop(replica_id, TokenCounts())
-        self._by_replica[replica_id] = counts.plus(
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            matched_tokens=matched_tokens,
-        )
-        self.total = self.total.plus(
-            prompt_tokens=prompt_tokens,
-            cached_tokens=cached_tokens,
-            matched_tokens=matched_tokens,
-        )
+        self._by_replica[replica_id] = counts.plus(more)
+        self.total = self.total.plus(more)
         while len(self._by_replica) > _MAX_REPLICAS:
             self._by_replica.popitem(last=False)
 
@@ -90,6 +120,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         requests: Answers it has given.
         prompt_tokens: Of those that reported cached tokens.
         cached_tokens: What they reported.
+        matched_tokens: What the index had said it holds of them.
+        reachable_tokens: What the index had said of whoever held the most.
     """
 
     replica_id: str
@@ -108,6 +140,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     prompt_tokens: int
     cached_tokens: int
+    matched_tokens: int
+    reachable_tokens: int
 
 
 class FleetView(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,6 +197,8 @@ class Fleet:
                     requests=counts.requests,
                     prompt_tokens=counts.prompt_tokens,
                     cached_tokens=counts.cached_tokens,
+                    matched_tokens=counts.matched_tokens,
+                    reachable_tokens=counts.reachable_tokens,
                 )
             )
         return FleetView(model=self._model, replicas=views, totals=self.traffic.total)

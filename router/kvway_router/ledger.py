@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from itertools import count
 from statistics import fmean
 from typing import Final, Self
 
@@ -27,15 +29,14 @@ from kvway_router.policy import (
     own_work_tokens,
     running_mean,
 )
+from kvway_router.rates import PrefillSample, Rates
 
-_MIN_SAMPLE_TOKENS: Final = 128
-"""Shorter prefills say more about overhead than about the rate."""
 _ARRIVAL_S: Final = 0.25
 """Time in which a request has surely been counted by its replica."""
-_MIN_RATE: Final = 1.0
-_MAX_RATE: Final = 1e7
-_GAP_WEIGHT: Final = 0.1
-_RATE_WEIGHT: Final = 0.2
+_STRETCH_TOKENS: Final = 8192
+"""A replica that never stops prefilling teaches its rates each time it has done so many."""
+_MAX_PROMISES: Final = 64
+"""Estimates that may outlive their requests, before they are sorted out."""
 
 
 class _Account:
@@ -46,11 +47,12 @@ class _Account:
            open charges without a first token.
         2. `num_blocks` is that of all open charges, `num_blocks_unseen` of those that the last
            report cannot have counted.
+        3. While `stretch` is not None the replica has prefilled since `stretch_s` without a pause,
+           and what it finished is in there.
     """
 
     __slots__ = (
         "charges",
-        "decode_step_s",
         "foreign_prefills",
         "foreign_requests",
         "foreign_tokens",
@@ -59,27 +61,32 @@ class _Account:
         "num_blocks_unseen",
         "num_prefills",
         "prefill_tokens",
-        "prefill_tokens_per_s",
+        "promises",
+        "rates",
         "report",
         "reported_s",
+        "stretch",
+        "stretch_s",
         "uncached_tokens",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, rates: Rates) -> None:
         self.charges: set[Charge] = set()
+        self.rates = rates
         self.num_prefills = 0
         self.prefill_tokens = 0.0
         self.uncached_tokens = 0
         self.num_blocks = 0
         self.num_blocks_unseen = 0
-        self.prefill_tokens_per_s: float | None = None
-        self.decode_step_s: float | None = None
+        self.promises: list[tuple[float, int, Charge]] = []
         self.report: LoadReport | None = None
         self.reported_s = -math.inf
         self.foreign_prefills = 0
         self.foreign_requests = 0
         self.foreign_tokens = 0.0
         self.forgotten = False
+        self.stretch: PrefillSample | None = None
+        self.stretch_s = 0.0
 
 
 class Charge:
@@ -97,7 +104,7 @@ class Charge:
         "_open",
         "_prefilling",
         "_seen",
-        "_unqueued",
+        "cached_tokens",
         "num_blocks",
         "replica_id",
         "uncached_tokens",
@@ -105,24 +112,18 @@ class Charge:
     )
 
     def __init__(
-        self,
-        ledger: Ledger,
-        account: _Account,
-        *,
-        chosen: Candidate,
-        work_tokens: float,
-        unqueued: bool,
+        self, ledger: Ledger, account: _Account, *, chosen: Candidate, work_tokens: float
     ) -> None:
         """Open an entry; for `Ledger.charge`, which is how to get one."""
         self.replica_id = chosen.replica_id
         self.work_tokens = work_tokens
         self.uncached_tokens = chosen.uncached_tokens
+        self.cached_tokens = chosen.cached_tokens
         self.num_blocks = chosen.own_blocks
         self._ledger = ledger
         self._account = account
         self._charged_s = ledger.now()
         self._last_token_s: float | None = None
-        self._unqueued = unqueued
         self._open = True
         self._prefilling = True
         self._seen = False
@@ -148,14 +149,9 @@ class Charge:
         now = self._ledger.now()
         if self._prefilling:
             self._release_prefill()
-            if self._unqueued and self.work_tokens >= _MIN_SAMPLE_TOKENS:
-                self._ledger.learn_rate(
-                    self._account, tokens=self.work_tokens, seconds=now - self._charged_s
-                )
+            self._ledger.prefilled(self._account, self)
         elif self._last_token_s is not None:
-            self._account.decode_step_s = running_mean(
-                self._account.decode_step_s, now - self._last_token_s, weight=_GAP_WEIGHT
-            )
+            self._account.rates.gap(now - self._last_token_s)
         self._last_token_s = now
 
     def close(self) -> None:
@@ -163,7 +159,7 @@ class Charge:
         if not self._open:
             return
         self._open = False
-        self._release_prefill()
+        self.expect_prefilled()
         account = self._account
         account.charges.discard(self)
         account.num_blocks -= self.num_blocks
@@ -182,14 +178,23 @@ class Charge:
             nothing_waits: Whether the replica has no prefill left, queued or running.
         """
         if nothing_waits and asked_s - self._charged_s >= _ARRIVAL_S:
-            self._release_prefill()
+            self.expect_prefilled()
         if not self._prefilling and not self._seen:
             self._seen = True
             self._account.num_blocks_unseen -= self.num_blocks
 
+    def expect_prefilled(self) -> None:
+        """Release the prefill although no token was seen: how long it took is not known."""
+        if self._prefilling:
+            self._release_prefill()
+            self._account.stretch = None
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether its prefill is still counted."""
+        return self._prefilling
+
     def _release_prefill(self) -> None:
-        if not self._prefilling:
-            return
         self._prefilling = False
         account = self._account
         account.num_prefills -= 1
@@ -218,25 +223,37 @@ class Ledger:
         self._params = params
         self._stale_after_s = stale_after_s
         self._accounts: dict[str, _Account] = {}
-        self.mean_own_s: float | None = None
-        """Running mean of the own work of chosen candidates, seconds: for `policy.choose`."""
+        self._numbers = count()
+        self.mean_work_s: float | None = None
+        """Running mean of the own work of chosen candidates, seconds: for the policy."""
 
-    def charge(self, chosen: Candidate) -> Charge:
-        """Charges a request to the replica that was chosen for it, and returns what settles it."""
-        self.mean_own_s = running_mean(self.mean_own_s, chosen.own_s)
+    def charge(self, chosen: Candidate, *, is_stream: bool = True) -> Charge:
+        """Charges a request to the replica that was chosen for it, and returns what settles it.
+
+        Args:
+            chosen: What was weighed.
+            is_stream: Whether its tokens will be seen one by one. Of an answer that comes whole
+                the prefill counts for as long as it was predicted to take, unless the replica's
+                reports tell when it is over.
+        """
+        self.mean_work_s = running_mean(self.mean_work_s, chosen.work_s)
         account = self._account(chosen.replica_id)
-        others_queue = self._fresh_report(account) is not None and account.foreign_prefills > 0
-        return Charge(
+        if self._others_queue(account):
+            account.stretch = None
+        elif account.num_prefills == 0:
+            account.stretch, account.stretch_s = PrefillSample(), self.now()
+        attention = account.rates.attention_tokens or self._params.attention_tokens
+        charge = Charge(
             self,
             account,
             chosen=chosen,
             work_tokens=own_work_tokens(
-                chosen.uncached_tokens,
-                chosen.cached_tokens,
-                attention_tokens=self._params.attention_tokens,
+                chosen.uncached_tokens, chosen.cached_tokens, attention_tokens=attention
             ),
-            unqueued=account.num_prefills == 0 and not others_queue,
         )
+        if not is_stream:
+            self._promise(account, charge, self.now() + chosen.ttft_s)
+        return charge
 
     def report(self, replica_id: str, report: LoadReport, *, asked_s: float) -> None:
         """Takes in what a replica says of itself, asked for at `asked_s` and received now.
@@ -247,15 +264,16 @@ class Ledger:
         account = self._account(replica_id)
         account.report = report
         account.reported_s = self.now()
-        account.foreign_tokens = max(0.0, report.waiting_uncached_tokens - account.prefill_tokens)
+        account.foreign_tokens = max(0.0, report.waiting_uncached_tokens - account.uncached_tokens)
         account.foreign_prefills = max(0, report.num_waiting - account.num_prefills)
         account.foreign_requests = max(
             0, report.num_running + report.num_waiting - len(account.charges)
         )
-        if report.prefill_tokens_per_s > 0:
-            account.prefill_tokens_per_s = _bounded_rate(report.prefill_tokens_per_s)
-        if report.decode_step_s > 0:
-            account.decode_step_s = report.decode_step_s
+        account.rates.report(
+            prefill_tokens_per_s=report.prefill_tokens_per_s, decode_step_s=report.decode_step_s
+        )
+        if account.foreign_prefills:
+            account.stretch = None
         nothing_waits = report.num_waiting == 0 and report.waiting_uncached_tokens == 0
         for charge in account.charges:
             charge.see(asked_s=asked_s, nothing_waits=nothing_waits)
@@ -267,10 +285,12 @@ class Ledger:
             replicas: Id and blocks listed in the index of each.
         """
         accounts = [
-            (replica_id, held, self._accounts.get(replica_id) or _Account())
+            (replica_id, held, self._accounts.get(replica_id) or self._new_account())
             for replica_id, held in replicas
         ]
-        known = [a.prefill_tokens_per_s for _, _, a in accounts if a.prefill_tokens_per_s]
+        for _, _, account in accounts:
+            self._keep_up(account)
+        known = [r for _, _, a in accounts if (r := a.rates.prefill_tokens_per_s)]
         fleet_rate = fmean(known) if known else self._params.default_prefill_tokens_per_s
         return [
             self._load(replica_id, account, blocks_held=held, fleet_rate=fleet_rate)
@@ -289,8 +309,8 @@ class Ledger:
             return
         account.forgotten = True
         account.report = None
-        account.prefill_tokens_per_s = None
-        account.decode_step_s = None
+        account.rates = self._new_rates()
+        account.stretch = None
         self.closed(replica_id, account)
 
     # -- for Charge -----------------------------------------------------------------------------
@@ -299,14 +319,21 @@ class Ledger:
         """Seconds of the monotonic clock."""
         return self._clock.monotonic()
 
-    def learn_rate(self, account: _Account, *, tokens: float, seconds: float) -> None:
-        """Learns a prefill rate from a request that did not queue, if no fresh report has one."""
-        report = self._fresh_report(account)
-        if seconds <= 0 or (report is not None and report.prefill_tokens_per_s > 0):
+    def prefilled(self, account: _Account, charge: Charge) -> None:
+        """Notes a first token, and learns from what was prefilled without a pause up to now."""
+        sample = account.stretch
+        if sample is None:
             return
-        account.prefill_tokens_per_s = running_mean(
-            account.prefill_tokens_per_s, _bounded_rate(tokens / seconds), weight=_RATE_WEIGHT
+        sample.add(
+            charge.uncached_tokens, charge.cached_tokens, chunk_tokens=self._params.chunk_tokens
         )
+        if account.num_prefills and sample.tokens < _STRETCH_TOKENS:
+            return
+        decoding = len(account.charges) - account.num_prefills > 1
+        now = self.now()
+        account.rates.prefilled(sample, now - account.stretch_s, decoding=decoding)
+        account.stretch = PrefillSample() if account.num_prefills else None
+        account.stretch_s = now
 
     def closed(self, replica_id: str, account: _Account) -> None:
         """Drops the account of a forgotten replica with its last charge."""
@@ -316,18 +343,51 @@ class Ledger:
     # -- inside ---------------------------------------------------------------------------------
 
     def _account(self, replica_id: str) -> _Account:
-        account = self._accounts.setdefault(replica_id, _Account())
+        account = self._accounts.get(replica_id)
+        if account is None:
+            account = self._accounts[replica_id] = self._new_account()
         account.forgotten = False
         return account
 
+    def _new_account(self) -> _Account:
+        return _Account(self._new_rates())
+
+    def _new_rates(self) -> Rates:
+        return Rates(attention_tokens=self._params.attention_tokens)
+
     def _fresh_report(self, account: _Account) -> LoadReport | None:
-        is_fresh = self.now() - account.reported_s <= self._stale_after_s
-        return account.report if is_fresh else None
+        if account.report is None or self.now() - account.reported_s > self._stale_after_s:
+            return None
+        return account.report
+
+    def _others_queue(self, account: _Account) -> bool:
+        return account.foreign_prefills > 0 and self._fresh_report(account) is not None
+
+    def _promise(self, account: _Account, charge: Charge, when_s: float) -> None:
+        """Notes when the prefill of an answer that comes whole should be over."""
+        promises = account.promises
+        heappush(promises, (when_s, next(self._numbers), charge))
+        if len(promises) > _MAX_PROMISES + 2 * len(account.charges):
+            promises[:] = [p for p in promises if p[2].is_prefilling]
+            heapify(promises)
+
+    def _keep_up(self, account: _Account) -> None:
+        """Takes what was promised for done, unless the replica itself tells how far it is."""
+        promises = account.promises
+        if not promises or self._fresh_report(account) is not None:
+            return
+        now = self.now()
+        while promises and promises[0][0] <= now:
+            heappop(promises)[2].expect_prefilled()
 
     def _load(
         self, replica_id: str, account: _Account, *, blocks_held: int, fleet_rate: float
     ) -> ReplicaLoad:
         report = self._fresh_report(account)
+        rates = account.rates
+        least_step_s = rates.decode_step_s or 0.0
+        if report is None:
+            rates.distrust_report()
         tokens, num_prefills = account.prefill_tokens, account.num_prefills
         queued_tokens = float(account.uncached_tokens)
         in_flight, blocks_pinned = len(account.charges), account.num_blocks
@@ -342,17 +402,15 @@ class Ledger:
             )
         return ReplicaLoad(
             replica_id=replica_id,
-            queued_prefill_s=tokens / (account.prefill_tokens_per_s or fleet_rate),
+            queued_prefill_s=tokens / (rates.prefill_tokens_per_s or fleet_rate),
             queued_tokens=queued_tokens,
             num_prefills=num_prefills,
-            decode_step_s=(account.decode_step_s or 0.0) if in_flight else 0.0,
-            prefill_tokens_per_s=account.prefill_tokens_per_s,
+            decode_step_s=least_step_s if in_flight else 0.0,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s,
             blocks_pinned=blocks_pinned,
             blocks_total=account.report.blocks.total if account.report else None,
             in_flight=in_flight,
             blocks_held=blocks_held,
+            attention_tokens=rates.attention_tokens,
+            least_step_s=least_step_s,
         )
-
-
-def _bounded_rate(rate: float) -> float:
-    return min(_MAX_RATE, max(_MIN_RATE, rate))

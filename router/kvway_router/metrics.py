@@ -33,6 +33,37 @@ READ_BUCKETS_S: Final = (
 )
 
 
+_COUNTED: Final = {
+    "prompt_tokens": ("Prompt tokens of answers that told cached tokens.", "prompt_tokens"),
+    "reachable_tokens": (
+        "Those of them that the candidate with the longest match held, by the index.",
+        "reachable_tokens",
+    ),
+    "matched_tokens": (
+        "Those of them that the chosen replica held, by the index.",
+        "matched_tokens",
+    ),
+    "cached_tokens": (
+        "Those of them that the replica says it had cached.",
+        "cached_tokens",
+    ),
+    "predicted_streams": (
+        "Streams whose time to first token was predicted and seen.",
+        "streams",
+    ),
+    "predicted_ttft_seconds": (
+        "Sum of their predicted times to first token.",
+        "predicted_ttft_s",
+    ),
+    "real_ttft_seconds": ("Sum of their real times to first token.", "ttft_s"),
+    "ttft_error_seconds": (
+        "Sum of how far each prediction was off, either way.",
+        "ttft_error_s",
+    ),
+}
+"""What is counted per replica: name, meaning, and where it comes from."""
+
+
 class RouterMetrics:
     """Counts what happened to requests.
 
@@ -136,15 +167,12 @@ class FleetCollector(Collector):
             held.add_metric([replica.replica_id], replica.blocks_held)
         yield from (in_flight, queued, held)
 
-        prompt = _counter("prompt_tokens", "Prompt tokens of answers that told cached tokens.")
-        cached = _counter("cached_tokens", "Prompt tokens that replicas say they had cached.")
-        matched = _counter("matched_tokens", "The same tokens as the index predicted them.")
-        for replica in view.replicas:
-            counts = self._fleet.traffic.of(replica.replica_id)
-            prompt.add_metric([replica.replica_id], counts.prompt_tokens)
-            cached.add_metric([replica.replica_id], counts.cached_tokens)
-            matched.add_metric([replica.replica_id], counts.matched_tokens)
-        yield from (prompt, cached, matched)
+        for name, (text, of) in _COUNTED.items():
+            counter = _counter(name, text)
+            for replica in view.replicas:
+                counts = self._fleet.traffic.of(replica.replica_id)
+                counter.add_metric([replica.replica_id], getattr(counts, of))
+            yield counter
 
         yield GaugeMetricFamily(
             "kvway_router_running_requests",

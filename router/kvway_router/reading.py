@@ -14,6 +14,7 @@ from enum import Enum
 from typing import Final, TypeVar
 
 import msgspec
+import xxhash
 
 from kvway_core.api import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from kvway_core.blocks import Namespace, block_hashes, event_hash
@@ -26,6 +27,9 @@ _Result = TypeVar("_Result")
 
 STRIPPED_FIELDS: Final = frozenset({"cache_salt"})
 """Fields of a body that never reach a replica: who shares a cache is not the client's choice."""
+
+STICKY_HEADER: Final = "x-kvway-sticky"
+"""Requests with the same value go to the same of otherwise equal replicas."""
 
 EXPECTED_OUTPUT_TOKENS: Final = 256
 """Longest answer that the choice reckons with: clients allow far more than most answers take."""
@@ -49,6 +53,7 @@ class ReadRequest:
         num_tokens: Prompt tokens of all prompts together.
         num_output_tokens: Output to reckon with: what the client allows, within reason.
         hashes: Event hash of each full block of the first prompt.
+        sticky_key: Digest of what the client wants kept together; empty for nothing.
         body: The bytes for the replica: the client's own unless a field had to be stripped.
     """
 
@@ -59,6 +64,12 @@ class ReadRequest:
     num_output_tokens: int
     hashes: tuple[int, ...]
     body: bytes
+    sticky_key: bytes = b""
+
+    @property
+    def sticky(self) -> bool:
+        """Whether the client gave a key to keep requests together."""
+        return bool(self.sticky_key)
 
     @property
     def prefix_key(self) -> bytes:
@@ -82,7 +93,12 @@ class ServedModel:
 
 
 def read_request(
-    body: bytes, *, route: Route, model: ServedModel, max_model_len: int | None
+    body: bytes,
+    *,
+    route: Route,
+    model: ServedModel,
+    max_model_len: int | None,
+    sticky: str | None = None,
 ) -> ReadRequest:
     """Decodes, checks, tokenizes and hashes one request.
 
@@ -91,6 +107,7 @@ def read_request(
         route: Where it was sent.
         model: What this router serves.
         max_model_len: Tokens of prompt and answer together, None when nobody said.
+        sticky: Key of the header `STICKY_HEADER`; it counts more than ``prompt_cache_key``.
 
     Raises:
         InvalidRequest: Anything malformed, with the field's name.
@@ -120,7 +137,13 @@ def read_request(
         num_output_tokens=_expected_output(request) * len(prompts),
         hashes=tuple(event_hash(block) for block in chain),
         body=strip_fields(body),
+        sticky_key=sticky_key(sticky or request.prompt_cache_key),
     )
+
+
+def sticky_key(text: str | None) -> bytes:
+    """Returns what stands for a client's key: 8 bytes however long it is, none for no key."""
+    return xxhash.xxh3_64_digest(text.encode("utf-8", "surrogatepass")) if text else b""
 
 
 def _expected_output(request: ChatRequest | CompletionRequest) -> int:

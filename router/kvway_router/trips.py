@@ -99,6 +99,8 @@ class Trip:
             detail=decision.detail,
             price_of_work=decision.price_of_work,
             matched_tokens=chosen.matched_blocks * self._block_size,
+            reachable_tokens=decision.reachable_blocks * self._block_size,
+            sticky=self.request.sticky,
             predicted_ttft_s=chosen.ttft_s,
             num_candidates=len(decision.candidates),
             candidates=shown_candidates(decision),
@@ -214,7 +216,12 @@ class TripLog:
             prompt_tokens=record.prompt_tokens if is_known else 0,
             cached_tokens=trip.cached_tokens or 0,
             matched_tokens=record.matched_tokens if is_known else 0,
+            reachable_tokens=record.reachable_tokens if is_known else 0,
         )
+        if trip.is_event_stream and trip.ttft_s is not None and len(record.attempts) == 1:
+            self._traffic.add_ttft(
+                record.replica_id, predicted_s=record.predicted_ttft_s, real_s=trip.ttft_s
+            )
 
 
 def _log_line(trip: Trip) -> None:

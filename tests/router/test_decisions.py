@@ -11,7 +11,8 @@ from kvway_router.decisions import (
     shown_candidates,
     summarize,
 )
-from kvway_router.policy import PolicyParams, Prompt, ReplicaLoad, choose
+from kvway_router.policies.cost import choose
+from kvway_router.policy import PolicyParams, Prompt, ReplicaLoad
 
 
 def record(request_id: str) -> DecisionRecord:
@@ -30,6 +31,8 @@ def record(request_id: str) -> DecisionRecord:
         detail="because",
         price_of_work=0.0,
         matched_tokens=16,
+        reachable_tokens=16,
+        sticky=False,
         predicted_ttft_s=0.1,
         num_candidates=1,
         candidates=(),

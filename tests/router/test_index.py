@@ -293,3 +293,19 @@ def test_the_check_finds_books_that_differ(
     damage(index)
     with pytest.raises(InvariantViolated):
         index.check_invariants()
+
+
+def test_what_follows_on_slower_tiers_is_counted_apart(index: BlockIndex) -> None:
+    """a: two on the device, one on the host, two on a disk; b has nothing slow; c a gap."""
+    index.store("a", None, [1, 2])
+    index.store("a", 2, [3], tier=Tier.HOST)
+    index.store("a", 3, [4, 5], tier=Tier.DISK)
+    index.store("b", None, [1, 2, 3])
+    index.store("c", None, [1])
+    index.store("c", 2, [3], tier=Tier.HOST)
+    prompt = [1, 2, 3, 4, 5, 6]
+    matches = index.match(prompt)
+    assert matches == {"a": 2, "b": 3, "c": 1}
+    assert index.match_slower(prompt, matches) == {"a": (1, 2)}
+    index.clear("a")
+    assert index.match_slower(prompt, index.match(prompt)) == {}

@@ -33,14 +33,17 @@ def candidate(name: str = "a", *, tokens: int = 500, cached: int = 0) -> Candida
     return Candidate(
         replica_id=f"{name}:1",
         matched_blocks=cached // 16,
+        slow_blocks=0,
         uncached_tokens=tokens,
         cached_tokens=cached,
         own_blocks=-(-tokens // 16),
         queued_s=0.0,
         step_s=0.0,
         own_s=tokens / 100.0,
+        work_s=tokens / 100.0,
         price_s=0.0,
         kv_s=0.0,
+        reload_s=0.0,
         in_flight=0,
         blocks_held=0,
     )
@@ -153,18 +156,86 @@ def test_a_long_request_is_never_forgotten(ledger: Ledger, clock: FakeClock) -> 
 def test_a_rate_is_learned_from_a_request_that_did_not_queue(
     ledger: Ledger, clock: FakeClock
 ) -> None:
-    first = ledger.charge(candidate(tokens=500))
-    queued = ledger.charge(candidate(tokens=500))
+    charge = ledger.charge(candidate(tokens=500))
     clock.advance(2.0)
-    first.token()
+    charge.token()
     assert load(ledger).prefill_tokens_per_s == pytest.approx(250.0)
+    charge.close()
+    assert load(ledger).prefill_tokens_per_s == pytest.approx(250.0)
+
+
+def test_a_rate_is_learned_from_a_queue_in_whatever_order_it_is_served(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    """What was prefilled between two idle moments, over the time between them."""
+    charges = [ledger.charge(candidate(tokens=tokens)) for tokens in (900, 500)]
     clock.advance(2.0)
-    queued.token()
-    assert load(ledger).prefill_tokens_per_s == pytest.approx(250.0)
+    later = ledger.charge(candidate(tokens=600))
+    charges[1].token()
+    assert load(ledger).prefill_tokens_per_s is None
+    clock.advance(6.0)
+    charges[0].token()
+    later.token()
+    assert load(ledger).prefill_tokens_per_s == pytest.approx(2000 / 8.0)
     assert load(ledger).queued_prefill_s == 0.0
-    for charge in (first, queued):
+
+
+def test_a_replica_that_never_idles_teaches_its_rate_all_the_same(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    queue = [ledger.charge(candidate(tokens=1000)) for _ in range(3)]
+    for _ in range(40):
+        clock.advance(2.0)
+        queue.append(ledger.charge(candidate(tokens=1000)))
+        queue.pop(0).token()
+    assert load(ledger).prefill_tokens_per_s == pytest.approx(500.0, rel=0.05)
+
+
+def test_a_prefill_of_unknown_end_spoils_no_rate(ledger: Ledger, clock: FakeClock) -> None:
+    gone, stays = (ledger.charge(candidate(tokens=500)) for _ in range(2))
+    clock.advance(1.0)
+    gone.close()
+    clock.advance(1.0)
+    stays.token()
+    assert load(ledger).prefill_tokens_per_s is None
+    again = ledger.charge(candidate(tokens=500))
+    clock.advance(1.0)
+    again.token()
+    assert load(ledger).prefill_tokens_per_s == pytest.approx(500.0)
+
+
+def test_a_whole_answer_counts_as_prefill_for_as_long_as_it_was_predicted_to(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    """Engines without reports show nothing of it before its end."""
+    whole = ledger.charge(candidate(tokens=500), is_stream=False)  # predicted to take 5 s
+    stream = ledger.charge(candidate(tokens=300))
+    clock.advance(4.9)
+    assert (load(ledger).num_prefills, load(ledger).queued_tokens) == (2, 800)
+    clock.advance(0.2)
+    seen = load(ledger)
+    assert (seen.num_prefills, seen.queued_tokens, seen.in_flight) == (1, 300, 2)
+    assert seen.blocks_pinned == 32 + 19
+    for charge in (whole, stream):
         charge.close()
-    assert load(ledger).prefill_tokens_per_s == pytest.approx(250.0)
+    assert load(ledger) == IDLE
+
+
+def test_a_report_tells_more_of_a_whole_answer_than_a_prediction(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    ledger.charge(candidate(tokens=500), is_stream=False)
+    clock.advance(5.1)
+    hear(ledger, "a:1", report(num_waiting=1, waiting_uncached_tokens=500))
+    assert load(ledger).num_prefills == 1
+    clock.advance(STALE_S + 0.1)
+    assert load(ledger).num_prefills == 0
+
+
+def test_estimates_do_not_outlive_their_requests_by_much(ledger: Ledger) -> None:
+    for _ in range(1000):
+        ledger.charge(candidate(tokens=100_000), is_stream=False).close()
+    assert len(ledger._accounts["a:1"].promises) < 100
 
 
 def test_short_prompts_teach_no_rate(ledger: Ledger, clock: FakeClock) -> None:
@@ -342,8 +413,8 @@ def test_a_replica_that_comes_back_still_has_its_requests(ledger: Ledger) -> Non
 
 
 def test_the_mean_of_own_work_follows_the_choices(ledger: Ledger) -> None:
-    assert ledger.mean_own_s is None
+    assert ledger.mean_work_s is None
     ledger.charge(candidate(tokens=100))
-    assert ledger.mean_own_s == pytest.approx(1.0)
+    assert ledger.mean_work_s == pytest.approx(1.0)
     ledger.charge(candidate(tokens=300))
-    assert ledger.mean_own_s == pytest.approx(1.1)
+    assert ledger.mean_work_s == pytest.approx(1.1)

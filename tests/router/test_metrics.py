@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from kvway_core.testing.fake_replica import Answer
+import pytest
+
+from kvway_core.testing.fake_replica import Answer, FakeReplica
 from tests.router.conftest import Bench, StartBench
 
 # What differs from run to run: times, the process, and the ports of the replicas.
-_VARIES = re.compile(r"^(\S*(?:_seconds_bucket|_seconds_sum)\S*|process_\S+) .*$", re.MULTILINE)
+_VARIES = re.compile(
+    r"^(\S*(?:_seconds_bucket|_seconds_sum|ttft\w*_seconds_total)\S*|process_\S+) .*$",
+    re.MULTILINE,
+)
 
 
 async def test_metrics_are_as_agreed(bench: Bench, golden: Callable[[str, str], None]) -> None:
@@ -52,3 +57,53 @@ async def test_predicted_and_reported_tokens_can_be_compared(bench: Bench) -> No
     assert metrics[f"kvway_router_prompt_tokens_total{label}"] == 2 * num_tokens
     assert metrics[f"kvway_router_cached_tokens_total{label}"] == 64
     assert metrics[f"kvway_router_matched_tokens_total{label}"] == num_tokens // 16 * 16
+
+
+async def test_reachable_chosen_and_reported_hits_stand_side_by_side(
+    start_bench: StartBench,
+) -> None:
+    """The holder is too busy, so what could be reached is more than what was chosen."""
+    bench = await start_bench(2, probe_interval_s=0.05)
+    for replica in bench.replicas:
+        replica.answer = Answer(cached_tokens=16)
+    _, headers, _ = await bench.chat("x" * 400)
+    holder = bench.named(headers["x-kvway-replica"])
+    holder.pages["/load"] = (
+        200,
+        holder.load(num_running=8, num_waiting=50, waiting_uncached_tokens=90_000),
+    )
+    seen = holder.probes["/load"]
+    await holder.wait_for(lambda: holder.probes["/load"] > seen + 1)
+    _, headers, _ = await bench.chat("x" * 400)
+    assert headers["x-kvway-reason"].startswith("spill")
+    (other,) = (r for r in bench.replicas if r is not holder)
+    assert headers["x-kvway-replica"] == other.replica_id
+    metrics = await bench.metrics()
+    num_tokens = 400 + len("|user\n|\n|assistant\n")
+
+    def counted(name: str, replica: FakeReplica) -> float:
+        return metrics[f'kvway_router_{name}_total{{replica="{replica.replica_id}"}}']
+
+    assert counted("prompt_tokens", other) == num_tokens
+    assert counted("reachable_tokens", other) == num_tokens // 16 * 16
+    assert counted("matched_tokens", other) == 0
+    assert counted("cached_tokens", other) == 16
+    assert (counted("reachable_tokens", holder), counted("cached_tokens", holder)) == (0, 16)
+    record = await bench.decision(headers)
+    assert record["reachable_tokens"] == num_tokens // 16 * 16
+
+
+async def test_predicted_and_real_times_to_first_token_are_told_per_replica(bench: Bench) -> None:
+    _, headers, _ = await bench.chat("x" * 400, stream=True)
+    await bench.chat("x" * 400)
+    record = await bench.decision(headers)
+    metrics = await bench.metrics()
+
+    def counted(name: str) -> float:
+        return metrics[f'kvway_router_{name}_total{{replica="{bench.replica.replica_id}"}}']
+
+    assert counted("predicted_streams") == 1, "a whole answer shows no first token"
+    assert counted("predicted_ttft_seconds") == pytest.approx(record["predicted_ttft_s"])
+    assert counted("real_ttft_seconds") == pytest.approx(record["ttft_s"])
+    error_s = abs(record["predicted_ttft_s"] - record["ttft_s"])
+    assert counted("ttft_error_seconds") == pytest.approx(error_s)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import pytest
 
 from kvway_core.errors import NoReplicaAvailable
+from kvway_router.policies.cost import choose
 from kvway_router.policies.reasons import Reason
 from kvway_router.policy import (
     Decision,
     Prompt,
     ReplicaLoad,
-    choose,
     own_work_tokens,
     running_mean,
 )
@@ -64,10 +65,10 @@ def test_one_hot_replica_does_not_take_affinity_from_the_others() -> None:
 def test_saved_work_counts_more_the_longer_all_queue() -> None:
     """The same difference of queues: it decides while others idle, and not when all are behind."""
     matches = {"a:1": 90}
-    calm = decide(load("a", queued_prefill_s=2.0), load("b"), matches=matches, mean_own_s=10.0)
+    calm = decide(load("a", queued_prefill_s=2.0), load("b"), matches=matches, mean_work_s=10.0)
     busy = decide(
         load("a", queued_prefill_s=12.0), load("b", queued_prefill_s=10.0),
-        matches=matches, mean_own_s=10.0,
+        matches=matches, mean_work_s=10.0,
     )  # fmt: skip
     assert calm.replica_id == "b:1"
     assert calm.price_of_work == pytest.approx(0.1)
@@ -134,10 +135,89 @@ def test_a_new_replica_gets_the_next_cold_prompt() -> None:
     assert (decision.replica_id, decision.reason) == ("new:1", Reason.LEAST_LOADED)
 
 
-def test_ties_go_to_fewer_blocks_then_fewer_requests() -> None:
+def test_of_tied_candidates_those_with_more_than_their_share_are_passed_by() -> None:
+    """A request weighs as much as 50 blocks; up to a quarter above the mean is a fair share."""
     assert decide(load("a", blocks_held=41), load("b", blocks_held=7)).replica_id == "b:1"
-    assert decide(load("a", in_flight=1), load("b", blocks_held=49)).replica_id == "b:1"
-    assert decide(load("a", in_flight=1), load("b", blocks_held=51)).replica_id == "a:1"
+    assert decide(load("a", in_flight=2), load("b", blocks_held=49)).replica_id == "b:1"
+    assert decide(load("a", in_flight=1), load("b", blocks_held=99)).replica_id == "a:1"
+    chosen = set()
+    for number in range(20):
+        prompt = Prompt(num_tokens=100, block_size=16, prefix_key=b"%d" % number)
+        fair = (load("a", blocks_held=410), load("b", blocks_held=390))
+        chosen.add(decide(*fair, prompt=prompt).replica_id)
+    assert chosen == {"a:1", "b:1"}, "a difference that is no matter decides nothing"
+
+
+def test_a_sticky_key_breaks_ties_and_nothing_else() -> None:
+    names = ("a", "b", "c", "d")
+    keys = [b"user %d" % number for number in range(40)]
+    placed = {}
+    for key in keys:
+        # The beginning differs with every turn; the key stays.
+        choices = {
+            decide(
+                *map(load, names),
+                prompt=Prompt(100, 16, prefix_key=b"turn %d" % turn, sticky_key=key),
+            ).replica_id
+            for turn in range(5)
+        }
+        (placed[key],) = choices
+    assert len(set(placed.values())) == 4
+    key, home = next(iter(placed.items()))
+    prompt = Prompt(1600, 16, prefix_key=b"x", sticky_key=key)
+    others = [load(name, queued_prefill_s=5.0 * (f"{name}:1" == home)) for name in names]
+    assert decide(*others, prompt=prompt).replica_id != home, "not when it costs more"
+    holder = next(f"{name}:1" for name in names if f"{name}:1" != home)
+    kept = decide(*map(load, names), prompt=prompt, matches={holder: 50})
+    assert (kept.replica_id, kept.reason) == (holder, Reason.PREFIX)
+
+
+def test_no_prefill_takes_less_than_a_step() -> None:
+    """Ten tokens take 10 ms at this rate, and a step of this replica takes 85."""
+    prompt = Prompt(num_tokens=10, block_size=16)
+    idle = decide(load("a", least_step_s=0.085), prompt=prompt).chosen
+    assert (idle.ttft_s, idle.own_s) == (0.085, 0.085)
+    assert idle.work_s == pytest.approx(0.010, rel=1e-3)
+    busy = decide(load("a", least_step_s=0.085, decode_step_s=0.085), prompt=prompt).chosen
+    assert busy.ttft_s == pytest.approx(0.085 + busy.work_s), "the step it shares is that step"
+    long = decide(load("a", least_step_s=0.085), prompt=Prompt(5000, 16)).chosen
+    assert long.own_s == long.work_s > 3 * 0.085
+
+
+def test_below_a_steps_time_a_match_still_counts() -> None:
+    """Both would take one step, so waiting is equal; the work that is saved is not."""
+    prompt = Prompt(num_tokens=64, block_size=16, prefix_key=b"p")
+    busy = load("a", least_step_s=0.5, blocks_held=900)
+    decision = decide(busy, load("b", least_step_s=0.5), matches={"a:1": 3}, prompt=prompt)
+    assert (decision.replica_id, decision.reason) == ("a:1", Reason.PREFIX)
+
+
+def test_attention_that_a_replica_showed_counts_and_an_unknown_one_is_borrowed() -> None:
+    prompt = Prompt(num_tokens=16_000, block_size=16)
+    candidates = decide(
+        load("a", attention_tokens=8_000.0), load("b", attention_tokens=24_000.0), load("c"),
+        prompt=prompt,
+    ).candidates  # fmt: skip
+    work = {c.replica_id: c.work_s for c in candidates}
+    assert work["a:1"] == pytest.approx(16.0 * (1 + 8_000 / 8_000))
+    assert work["c:1"] == pytest.approx(16.0 * (1 + 8_000 / 16_000))
+
+
+def test_blocks_on_a_slower_tier_count_and_cost_their_way_back() -> None:
+    """70 blocks on the device; 20 more on the host, and 10 on a disk behind them."""
+    matches, slower = {"a:1": 70, "b:1": 70}, {"a:1": (20, 10)}
+    params = dataclasses.replace(PARAMS, host_token_s=1e-4, disk_token_s=1e-3)
+    a, b = choose(PROMPT, matches, [load("a"), load("b")], params=params, slower=slower).candidates
+    assert (a.replica_id, a.matched_blocks, a.slow_blocks) == ("a:1", 100, 30)
+    assert (a.uncached_tokens, b.uncached_tokens) == (10, 490)
+    assert a.reload_s == pytest.approx(16 * (20 * 1e-4 + 10 * 1e-3))
+    assert a.ttft_s == pytest.approx(a.own_s + a.reload_s)
+    assert b.reload_s == 0.0
+    slow = dataclasses.replace(PARAMS, host_token_s=1e-2)
+    first, *_ = choose(
+        PROMPT, matches, [load("a"), load("b")], params=slow, slower=slower
+    ).candidates
+    assert first.replica_id == "b:1", "computing is faster than such a tier"
 
 
 def test_rates_that_differ_by_noise_are_a_tie() -> None:
@@ -207,10 +287,10 @@ def test_every_term_is_in_the_cost() -> None:
         load("a", queued_prefill_s=1.0, num_prefills=1, decode_step_s=0.5, blocks_pinned=900),
         load("b", queued_prefill_s=50.0),
         matches={"a:1": 10, "b:1": 4},
-        mean_own_s=2.0,
+        mean_work_s=2.0,
     )
     for c in decision.candidates:
-        assert c.ttft_s == c.queued_s + c.step_s + c.own_s
+        assert c.ttft_s == c.queued_s + c.step_s + c.own_s + c.reload_s
         assert c.cost_s == pytest.approx(c.ttft_s + c.price_s + c.kv_s)
     assert all(
         value > 0

@@ -53,7 +53,7 @@ def situations(draw: st.DrawFn) -> Situation:
         matches=draw(matches),
         loads=loads,
         params=PolicyParams(),
-        mean_own_s=draw(st.one_of(st.none(), st.floats(1e-6, 1e6))),
+        mean_work_s=draw(st.one_of(st.none(), st.floats(1e-6, 1e6))),
         retry=draw(st.booleans()),
         now_s=draw(_SECONDS),
     )
@@ -73,11 +73,11 @@ def test_any_situation_gives_one_of_the_candidates_and_the_same_again(
         now_s += wait_s
         now = Situation(
             asked.prompt, asked.matches, asked.loads, asked.params,
-            asked.mean_own_s, asked.retry, now_s,
+            asked.mean_work_s, asked.retry, now_s,
         )  # fmt: skip
         turned = Situation(
             asked.prompt, asked.matches, asked.loads[::-1], asked.params,
-            asked.mean_own_s, asked.retry, now_s,
+            asked.mean_work_s, asked.retry, now_s,
         )  # fmt: skip
         decision, after = decide(policy, now, state)
         assert decision.replica_id in usable

@@ -56,7 +56,7 @@ def test_the_worked_example_is_what_the_policy_computes(
         for name, _, queued_s, num_prefills, step_s, taken in given
     ]
     matches = {f"{row[0]}:1": int(row[1]) for row in given}
-    decision = choose("cost", *loads, matches=matches, prompt=PROMPT, mean_own_s=0.5)
+    decision = choose("cost", *loads, matches=matches, prompt=PROMPT, mean_work_s=0.5)
     assert [row_of(candidate) for candidate in decision.candidates] == computed[number - 1]
     assert decision.price_of_work == pytest.approx(price)
     assert decision.reason.value == reason

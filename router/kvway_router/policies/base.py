@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from kvway_router.policies.reasons import Reason
 from kvway_router.policies.state import Sent
+from kvway_router.policies.weighing import weigh
 from kvway_router.policy import (
     Candidate,
     Decision,
@@ -21,7 +22,6 @@ from kvway_router.policy import (
     Prompt,
     ReplicaLoad,
     rendezvous,
-    weigh,
 )
 
 if TYPE_CHECKING:
@@ -42,18 +42,20 @@ class Situation:
         matches: Leading blocks held per replica; those not named hold none.
         loads: The candidates: usable replicas, without those already tried, in any order.
         params: Constants that turn tokens into seconds.
-        mean_own_s: Running mean of the own work of chosen candidates; None before the first.
+        mean_work_s: Running mean of the own work of chosen candidates; None before the first.
         retry: True when an earlier attempt at another replica failed.
         now_s: Time that only runs forward, from any start.
+        slower: Blocks behind those of `matches` on the host, and behind these on a disk.
     """
 
     prompt: Prompt
     matches: Mapping[str, int]
     loads: Sequence[ReplicaLoad]
     params: PolicyParams
-    mean_own_s: float | None = None
+    mean_work_s: float | None = None
     retry: bool = False
     now_s: float = 0.0
+    slower: Mapping[str, tuple[int, int]] | None = None
 
 
 class Policy(Protocol):
@@ -189,7 +191,8 @@ class Baseline(ABC):
             situation.matches,
             situation.loads,
             params=situation.params,
-            mean_own_s=situation.mean_own_s,
+            mean_work_s=situation.mean_work_s,
+            slower=situation.slower,
         )
         view = View(
             prompt=situation.prompt,

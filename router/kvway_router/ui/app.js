@@ -7,6 +7,7 @@ const TERMS = [
   ["queued_s", "queued before it", "t1"],
   ["step_s", "steps shared with decodes", "t2"],
   ["own_s", "its own prefill", "t3"],
+  ["reload_s", "blocks from slower tiers", "t6"],
   ["price_s", "price of work while all queue", "t4"],
   ["kv_s", "KV memory getting scarce", "t5"],
 ];

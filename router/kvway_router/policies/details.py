@@ -1,0 +1,64 @@
+"""Why a candidate was chosen, as one word and as a sentence with the numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvway_router.policies.reasons import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvway_router.policy import Candidate, Prompt
+
+
+def reason_of(chosen: Candidate, candidates: Sequence[Candidate], *, retry: bool) -> Reason:
+    """Returns why one of the candidates was chosen by its cost."""
+    if retry:
+        return Reason.RETRY
+    if len(candidates) == 1:
+        return Reason.ONLY_REPLICA
+    longest = max(candidates, key=lambda c: c.matched_blocks)
+    if chosen.matched_blocks == longest.matched_blocks > 0:
+        return Reason.PREFIX
+    return Reason.SPILL if longest.cost_s > chosen.cost_s else Reason.LEAST_LOADED
+
+
+def detail_of(
+    reason: Reason, chosen: Candidate, *, candidates: Sequence[Candidate], prompt: Prompt
+) -> str:
+    """Returns the same as a sentence; it names replicas and numbers and holds no prompt text."""
+    holds = (
+        f"{chosen.replica_id} holds {chosen.cached_tokens} of {prompt.num_tokens} prompt tokens"
+    )
+    predicted = f"first token predicted in {_time(chosen.ttft_s)}"
+    others = [c for c in candidates if c is not chosen]
+    if reason is Reason.ONLY_REPLICA or not others:
+        return f"{holds} and is the only replica to choose from; {predicted}."
+    if reason is Reason.SPILL:
+        longest = max(others, key=lambda c: (c.matched_blocks, -c.cost_s))
+        return (
+            f"{holds}; {longest.replica_id} holds {longest.cached_tokens}, "
+            f"but with {_time(longest.queued_s)} of work before it would cost "
+            f"{_time(longest.cost_s)} against {_time(chosen.cost_s)}; {predicted}."
+        )
+    runner_up = f"next best {others[0].replica_id} in {_time(others[0].ttft_s)}"
+    if reason is Reason.RETRY:
+        return f"An earlier attempt at another replica failed; {holds}; {predicted}, {runner_up}."
+    if reason is Reason.LEAST_LOADED:
+        longest = max(candidates, key=lambda c: c.matched_blocks)
+        nobody = (
+            f"{longest.replica_id} holds {longest.cached_tokens} of {prompt.num_tokens} prompt "
+            "tokens, too few to matter"
+            if longest.matched_blocks
+            else "No replica holds the beginning of this prompt"
+        )
+        return (
+            f"{nobody}; {chosen.replica_id} has "
+            f"{_time(chosen.queued_s)} of work before it; {predicted}, {runner_up}."
+        )
+    return f"{holds}; {predicted}, {runner_up}."
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1.0 else f"{seconds * 1e3:.1f} ms"
