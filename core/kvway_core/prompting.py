@@ -14,6 +14,7 @@ class TokenReader:
     """A prompt whose tokens are known; read like a text (`TextReader`)."""
 
     done = True
+    head = ""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = token_ids
@@ -24,8 +25,9 @@ class TokenReader:
         """How many there are."""
         return len(self.token_ids)
 
-    def advance(self, num_chars: int) -> None:
-        """Does nothing: all is read."""
+    def advance(self, num_chars: int) -> int:
+        """Returns the argument: all is read."""
+        return num_chars
 
     def finish(self) -> Sequence[int]:
         """Returns all ids."""

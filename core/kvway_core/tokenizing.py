@@ -35,6 +35,7 @@ _FIRST_CHARS_PER_TOKEN: Final = 4.0
 _RATIO_TOKENS: Final = 4096.0
 """So many of the last tokens say how long a token is."""
 
+_HEAD_CHARS: Final = 4096
 _NUM_PROBES: Final = 24
 _PROBE_PARTS: Final = 40
 _PROBES: Final = (
@@ -202,14 +203,23 @@ class TextReader:
         self._look()
 
     @property
+    def head(self) -> str:
+        """The first characters of the text, what a router can place it by in need."""
+        return self._text[:_HEAD_CHARS]
+
+    @property
     def num_tokens(self) -> int:
         """How many tokens the text has; about so many while it is not done."""
         left = len(self._text) - self._num_chars
         about = -(-left // self._tokenizer.chars_per_token) if left else 0
         return len(self.token_ids) + int(about) + (0 if self.done else len(self._after))
 
-    def advance(self, num_chars: int) -> None:
-        """Reads until so many characters were new, or to the end; known pieces are free."""
+    def advance(self, num_chars: int) -> int:
+        """Reads until so many characters were new, or to the end; known pieces are free.
+
+        Returns:
+            How many of these characters are left, none or less if it did not come to the end.
+        """
         piece = self._next
         while piece is not None and num_chars > 0:
             ids, known = self._tokenizer.piece(piece)
@@ -218,10 +228,11 @@ class TextReader:
             if not known:
                 num_chars -= len(piece)
             piece = self._look()
+        return num_chars
 
     def finish(self) -> array[int]:
         """Reads to the end and returns all ids, not to be changed."""
-        self.advance(len(self._text) + 1)
+        _ = self.advance(len(self._text) + 1)
         return self.token_ids
 
     def _look(self) -> str | None:

@@ -69,7 +69,7 @@ def _tokenizer() -> Tokenizer:
     """Returns the tokenizer: byte-level BPE without a single merge."""
     vocab = {char: byte for byte, char in enumerate(byte_alphabet())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in (IM_START, IM_END)]
