@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-cascade
 
 help: ## Show what each target does
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv and install kvway into it; does nothing when that is up to date
 
@@ -61,3 +61,6 @@ bench-cache: setup ## Measure what the prefix cache costs and saves; ARGS="--onl
 
 bench-index: setup ## Measure the router's block index; ARGS="--blocks 250000" for less
 	@$(BIN)/python -m loadtests.bench_index $(ARGS)
+
+bench-cascade: setup ## Measure cascade attention; ARGS="--only grid" for parts, "--publish" for the docs
+	@$(BIN)/python -m loadtests.bench_cascade $(ARGS)
