@@ -34,6 +34,7 @@ from kvway_router.proxy import ReplicaClient
 from kvway_router.reading import ReaderPool, ServedModel
 from kvway_router.replica import ReplicaOptions
 from kvway_router.replicas import ReplicaSet
+from kvway_router.rests import RestReader
 from kvway_router.settings import RouterSettings
 from kvway_router.snapshot_keeper import SnapshotKeeper
 from kvway_router.trips import TripLog
@@ -109,6 +110,7 @@ class Router:
         self.readers = ReaderPool(
             num_threads=settings.reader_threads, max_waiting=settings.max_waiting_prompts
         )
+        self._rests = RestReader()
         self._client = ReplicaClient(
             connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
         )
@@ -126,6 +128,7 @@ class Router:
             index=index,
             ledger=ledger,
             readers=self.readers,
+            rests=self._rests,
             client=self._client,
             trips=TripLog(
                 decisions=self.decisions, traffic=traffic, observe=metrics.observe, clock=clock
@@ -134,9 +137,16 @@ class Router:
             policy_state=first_state(policy, seed=secrets.randbits(64)),
             params=params,
             max_attempts=settings.max_attempts,
+            read_timeout_s=settings.tokenize_timeout_s,
         )
         metrics.registry.register(
-            FleetCollector(fleet=fleet, readers=self.readers, running=self.dispatcher.running)
+            FleetCollector(
+                fleet=fleet,
+                readers=self.readers,
+                rests=self._rests,
+                texts=encoder.texts,
+                running=self.dispatcher.running,
+            )
         )
         api = ApiHandlers(
             dispatcher=self.dispatcher,
@@ -163,6 +173,7 @@ class Router:
         """
         async with AsyncExitStack() as opening:
             opening.callback(self.readers.close)
+            opening.callback(self._rests.close)
             await opening.enter_async_context(self._client)
             opening.push_async_callback(self._api.cleanup)
             opening.push_async_callback(self._admin.cleanup)
@@ -207,6 +218,14 @@ async def serve(
         addresses = router.addresses
         if settings.ready_file is not None:
             _write_ready(settings.ready_file, addresses)
+        texts = encoder.texts
+        _log.info(
+            "tokenizer_chosen",
+            library=texts.library,
+            why=texts.library_why,
+            cut_at=texts.cutter.kind,
+            not_further=texts.cutter.why or None,
+        )
         _log.info("router_started", model=name, api=addresses.api, admin=addresses.admin)
         await supervisor.wait_for_stop()
         _log.info("drain_started", running=router.dispatcher.running.num_running)

@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
         RouterSettings, argv, env=os.environ, prog="kvway router", description=DESCRIPTION
     ).config
     spec = settings.model or ""  # never empty: the settings check it
-    encoder = PromptEncoder.load(find_model(spec, os.environ))
+    encoder = PromptEncoder.load(find_model(spec, os.environ), library=settings.tokenizer)
     name = settings.served_model_name or served_model_name(spec)
     logs.setup(settings.log_level)
     from kvway_router.app import serve  # the web server is not needed for --help

@@ -98,7 +98,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
         stream: Whether an event stream was asked for.
         num_prompts: Prompts in the request.
         prompt_tokens: Tokens of all its prompts.
-        prompt_blocks: Full blocks of its first prompt.
+        prompt_blocks: Full blocks of its first prompt, as far as it was read.
+        prompt_tokens_exact: Whether the tokens were counted; an estimate until all is read.
         block_size: Tokens per block.
         replica_id: The chosen replica, of the last attempt.
         reason: Why, as one word.
@@ -127,6 +128,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_prompts: int
     prompt_tokens: int
     prompt_blocks: int
+    prompt_tokens_exact: bool
     block_size: int
     replica_id: str
     reason: str

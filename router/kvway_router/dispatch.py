@@ -1,6 +1,6 @@
 """A request, phase by phase: the page to read first.
 
-    client --> 1 read      body -> tokens -> block hashes           reading.py   (in a thread)
+    client --> 1 read      body -> tokens -> block hashes           reading.py   (in threads)
                2 choose    who holds how much, who is how busy      index.py, ledger.py, policy.py
                3 charge    count the work, expect the blocks        ledger.py, index.py
                4 attempt   send it, wait for the first bytes        proxy.py
@@ -8,6 +8,10 @@
                    |           take 3 back, leave that replica out, and choose again (2)
                5 relay     bytes as they come, at the client's pace
     client <-- 6 settle    on every path, once: release, record, count, one line of log
+
+A prompt is read from the front, and no further than somebody holds it: what is left is counted by
+estimate, and read after the choice (rests.py). When its time is up it is chosen for as it is, by
+the hash of its text if nothing of it was read.
 
 Phases 2 and 3 are one step of the event loop without an await: two requests that arrive together
 see each other, so a burst of siblings meets at one replica.
@@ -19,10 +23,11 @@ replica that dies before that costs the client nothing.
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, Protocol
 
 from multidict import CIMultiDict
@@ -34,22 +39,16 @@ from kvway_core.errors import (
     ReplicaError,
     ReplicaRejected,
 )
-from kvway_router.holding import Speculation
+from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Charge, Ledger
 from kvway_router.policies.base import Policy, Situation, decide
 from kvway_router.policies.state import PolicyState
 from kvway_router.policy import Decision, PolicyParams, Prompt
 from kvway_router.proxy import CachedTokens, ReplicaAnswer, ReplicaClient, request_headers
-from kvway_router.reading import (
-    STICKY_HEADER,
-    ReaderPool,
-    ReadRequest,
-    Route,
-    ServedModel,
-    read_request,
-)
+from kvway_router.reading import STICKY_HEADER, ReaderPool, Reading, Route, ServedModel
 from kvway_router.replicas import ReplicaSet
+from kvway_router.rests import ExpectedBlocks, RestReader
 from kvway_router.running import RunningRequests
 from kvway_router.trips import Trip, TripLog
 
@@ -138,12 +137,14 @@ class Dispatcher:
         index: Who holds which blocks.
         ledger: Who is how busy.
         readers: Threads for phase 1.
+        rests: Reads what phase 1 left.
         client: The way to replicas.
         trips: Where the story of each request goes.
         policy: How a replica is chosen.
         policy_state: What the policy begins with.
         params: The constants of the choice.
         max_attempts: Replicas that one request is tried at, at most.
+        read_timeout_s: Time for phase 1; then a replica is chosen by what is known.
     """
 
     def __init__(  # noqa: PLR0913  it is where all parts meet
@@ -154,12 +155,14 @@ class Dispatcher:
         index: BlockIndex,
         ledger: Ledger,
         readers: ReaderPool,
+        rests: RestReader,
         client: ReplicaClient,
         trips: TripLog,
         policy: Policy,
         policy_state: PolicyState,
         params: PolicyParams,
         max_attempts: int,
+        read_timeout_s: float,
     ) -> None:
         """Starts with nothing in flight."""
         self._model = model
@@ -167,12 +170,14 @@ class Dispatcher:
         self._index = index
         self._ledger = ledger
         self._readers = readers
+        self._rests = rests
         self._client = client
         self._trips = trips
         self._policy = policy
         self._policy_state = policy_state
         self._params = params
         self._max_attempts = max_attempts
+        self._read_timeout_s = read_timeout_s
         self.running = RunningRequests()
 
     async def dispatch(self, call: Call, downstream: Downstream) -> None:
@@ -201,20 +206,20 @@ class Dispatcher:
     # -- the phases -----------------------------------------------------------------------------
 
     async def _serve(self, call: Call, downstream: Downstream, *, trip: Trip) -> None:
-        request = await self._read(call, await downstream.body())
-        trip.read(request, block_size=self._model.namespace.block_size)
+        reading = await self._read(call, await downstream.body())
+        trip.read(reading, block_size=self._model.namespace.block_size)
         tried: frozenset[str] = frozenset()
         failure: ReplicaError | None = None
         while len(tried) < self._max_attempts:
             try:
-                decision = self._choose(request, tried=tried)
+                decision = self._choose(reading, tried=tried)
             except NoReplicaAvailable:
                 if failure is None:
                     raise
                 break
             trip.chose(decision)
             try:
-                await self._attempt(call, request, decision, downstream=downstream, trip=trip)
+                await self._attempt(call, reading, decision, downstream=downstream, trip=trip)
             except DeadlineExceeded as exc:
                 trip.attempt_failed(exc)
                 raise  # it may still be at work on it: another replica would do it twice
@@ -230,20 +235,40 @@ class Dispatcher:
         assert failure is not None  # noqa: S101  the loop ends with a failure or not at all
         await self._give_up(failure, downstream, trip=trip)
 
-    async def _read(self, call: Call, body: bytes) -> ReadRequest:
+    async def _read(self, call: Call, body: bytes) -> Reading:
         """Phase 1."""
-        read = partial(
-            read_request,
+        reading = Reading(
             body,
             route=call.route,
             model=self._model,
             max_model_len=self.max_model_len(),
             sticky=call.headers.get(STICKY_HEADER),
         )
-        return await self._readers.run(read)
+        try:
+            async with asyncio.timeout(self._read_timeout_s):
+                await self._readers.run(reading.advance)
+                await self._read_on(reading)
+        except TimeoutError:
+            reading.overdue = True
+            if not reading.is_parsed:  # what is malformed must be said, however long it takes
+                await self._readers.run(reading.parse)
+        return reading
 
-    def _choose(self, request: ReadRequest, *, tried: frozenset[str]) -> Decision:
+    async def _read_on(self, reading: Reading) -> None:
+        """Reads the first prompt as far as somebody may hold it."""
+        while not reading.front_done:
+            sibling = self._rests.of_sibling(reading)
+            if sibling is not None:
+                await asyncio.wait([sibling])
+            hashes = reading.request.hashes
+            matches = self._index.match(hashes, slowest=Tier.DISK)
+            if max(matches.values(), default=0) < len(hashes):
+                return
+            await self._readers.run(reading.advance)
+
+    def _choose(self, reading: Reading, *, tried: frozenset[str]) -> Decision:
         """Phase 2: pure, and on the loop, so that it sees all that was decided before."""
+        request = reading.request
         prompt = Prompt(
             num_tokens=request.num_tokens,
             block_size=self._model.namespace.block_size,
@@ -268,7 +293,7 @@ class Dispatcher:
     async def _attempt(
         self,
         call: Call,
-        request: ReadRequest,
+        reading: Reading,
         decision: Decision,
         *,
         downstream: Downstream,
@@ -277,9 +302,10 @@ class Dispatcher:
         """Phases 3 to 5 at one replica; leaves no trace of itself when it fails."""
         replica = self._replicas.get(decision.replica_id)
         assert replica is not None  # noqa: S101  chosen from the set in this step of the loop
+        request = reading.request
         with (
-            self._ledger.charge(decision.chosen, is_stream=request.stream) as charge,
-            self._expected(decision, request) as speculation,
+            self._ledger.charge(decision.chosen, is_stream=reading.request.stream) as charge,
+            self._expected(reading, decision, charge=charge, trip=trip) as expected,
         ):
             async with self._client.attempt(
                 replica.url + call.route.value,
@@ -292,35 +318,50 @@ class Dispatcher:
                     answer,
                     downstream,
                     charge,
-                    speculation,
-                    num_prompt_tokens=request.num_tokens,
+                    expected,
+                    reading=reading,
                     trip=trip,
                 )
 
     @contextmanager
-    def _expected(self, decision: Decision, request: ReadRequest) -> Iterator[Speculation]:
-        """Lists the prompt's blocks at the chosen replica; takes back what was not confirmed."""
-        speculation = self._index.speculate(decision.replica_id, request.hashes)
+    def _expected(
+        self, reading: Reading, decision: Decision, *, charge: Charge, trip: Trip
+    ) -> Iterator[ExpectedBlocks]:
+        """Lists the prompt's blocks at the chosen replica; takes back what was not confirmed.
+
+        What is not read yet follows as soon as it is, even when the answer is done by then.
+        """
+        replica = self._replicas.get(decision.replica_id)
+        expected = ExpectedBlocks(self._index, decision.replica_id, reading.request.hashes)
+
+        def rest_is_read() -> None:
+            charge.recount(reading.request.num_tokens)
+            trip.recounted(reading)
+            if self._replicas.get(decision.replica_id) is replica:
+                expected.extend(reading.request.hashes)
+
+        if not reading.done:
+            self._rests.start(reading, rest_is_read)
         try:
-            yield speculation
+            yield expected
         finally:
-            self._index.rollback(speculation)
+            expected.close()
 
     async def _relay(
         self,
         answer: ReplicaAnswer,
         downstream: Downstream,
         charge: Charge,
-        speculation: Speculation,
+        expected: ExpectedBlocks,
         *,
-        num_prompt_tokens: int,
+        reading: Reading,
         trip: Trip,
     ) -> None:
         """Phase 5. Until `start` a failure costs the client nothing."""
         chunks = answer.chunks()
         held = await _hold(answer, chunks)
         if answer.status == 200:
-            self._index.confirm(speculation)
+            expected.confirm()
         cached = CachedTokens(answer.headers, is_event_stream=answer.is_event_stream)
         trip.answered(answer.status, is_event_stream=answer.is_event_stream)
         await downstream.start(answer.status, _answer_headers(answer.headers, trip))
@@ -330,7 +371,9 @@ class Dispatcher:
             cached.push(chunk)
             await downstream.write(chunk)
         await downstream.end()
-        trip.done(cached_tokens=cached.value(at_most=num_prompt_tokens))
+        # An estimate is no bound.
+        most = reading.request.num_tokens if reading.done else sys.maxsize
+        trip.done(cached_tokens=cached.value(at_most=most))
 
     async def _give_up(self, failure: ReplicaError, downstream: Downstream, *, trip: Trip) -> None:
         """Passes on the last replica's own answer where it gave one."""

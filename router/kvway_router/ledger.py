@@ -154,6 +154,16 @@ class Charge:
             self._account.rates.gap(now - self._last_token_s)
         self._last_token_s = now
 
+    def recount(self, num_tokens: int) -> None:
+        """Takes the counted length of a prompt in place of the estimate it was charged for."""
+        if not self._prefilling:
+            return
+        uncached = max(1, num_tokens - self.cached_tokens)
+        work = self._ledger.work_tokens(self._account, uncached, self.cached_tokens)
+        self._account.uncached_tokens += uncached - self.uncached_tokens
+        self._account.prefill_tokens += work - self.work_tokens
+        self.uncached_tokens, self.work_tokens = uncached, work
+
     def close(self) -> None:
         """Release everything: the answer is complete, failed or nobody waits for it any more."""
         if not self._open:
@@ -242,14 +252,11 @@ class Ledger:
             account.stretch = None
         elif account.num_prefills == 0:
             account.stretch, account.stretch_s = PrefillSample(), self.now()
-        attention = account.rates.attention_tokens or self._params.attention_tokens
         charge = Charge(
             self,
             account,
             chosen=chosen,
-            work_tokens=own_work_tokens(
-                chosen.uncached_tokens, chosen.cached_tokens, attention_tokens=attention
-            ),
+            work_tokens=self.work_tokens(account, chosen.uncached_tokens, chosen.cached_tokens),
         )
         if not is_stream:
             self._promise(account, charge, self.now() + chosen.ttft_s)
@@ -318,6 +325,11 @@ class Ledger:
     def now(self) -> float:
         """Seconds of the monotonic clock."""
         return self._clock.monotonic()
+
+    def work_tokens(self, account: _Account, num_uncached: int, num_cached: int) -> float:
+        """Returns the work of so many tokens behind so many, as tokens at an empty context."""
+        attention = account.rates.attention_tokens or self._params.attention_tokens
+        return own_work_tokens(num_uncached, num_cached, attention_tokens=attention)
 
     def prefilled(self, account: _Account, charge: Charge) -> None:
         """Notes a first token, and learns from what was prefilled without a pause up to now."""

@@ -16,10 +16,12 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from kvway_core.metrics import TTFT_BUCKETS_S, render
+from kvway_core.tokenizing import TextTokenizer
 from kvway_router.fleet import Fleet
 from kvway_router.policies.reasons import Reason
 from kvway_router.reading import ReaderPool
 from kvway_router.replica import ReplicaState
+from kvway_router.rests import RestReader
 from kvway_router.running import RunningRequests
 from kvway_router.trips import Trip
 
@@ -106,6 +108,14 @@ class RouterMetrics:
             "Time to decode, tokenize and hash a prompt, with the wait for a thread.",
             READ_BUCKETS_S,
         )
+        self._prompts = counter(
+            "prompts",
+            "Prompts by how far they were read before the choice: whole, to where nobody could "
+            "hold more, or to where their time was up.",
+            "read",
+        )
+        for how in ("whole", "front", "overdue"):
+            self._prompts.labels(how)
         for reason in reasons:
             self._decisions.labels(reason.value)
         for phase in ("before_first_byte", "in_stream"):
@@ -116,6 +126,8 @@ class RouterMetrics:
         self._requests.labels(trip.route.value, str(trip.status)).inc()
         if trip.read_s is not None:
             self._read_s.observe(trip.read_s)
+        if trip.prompt_read is not None:
+            self._prompts.labels(trip.prompt_read).inc()
         if trip.finish == "client_gone":
             begun = trip.ttft_s is not None
             self._disconnects.labels("in_stream" if begun else "before_first_byte").inc()
@@ -139,10 +151,20 @@ class RouterMetrics:
 class FleetCollector(Collector):
     """Reads the fleet when the metrics are asked for."""
 
-    def __init__(self, *, fleet: Fleet, readers: ReaderPool, running: RunningRequests) -> None:
+    def __init__(
+        self,
+        *,
+        fleet: Fleet,
+        readers: ReaderPool,
+        rests: RestReader,
+        texts: TextTokenizer,
+        running: RunningRequests,
+    ) -> None:
         """Takes what is read."""
         self._fleet = fleet
         self._readers = readers
+        self._rests = rests
+        self._texts = texts
         self._running = running
 
     @override
@@ -183,6 +205,27 @@ class FleetCollector(Collector):
             "kvway_router_waiting_prompts",
             "Prompts waiting for a thread to read them.",
             value=self._readers.num_waiting,
+        )
+        yield from self._tokenizing()
+
+    def _tokenizing(self) -> Iterator[Metric]:
+        texts = self._texts
+        info = GaugeMetricFamily(
+            "kvway_router_tokenizer_info",
+            "Always 1: the library that tokenizes, and where it may cut prompts.",
+            labels=["library", "cut_at"],
+        )
+        info.add_metric([texts.library, texts.cutter.kind], 1)
+        yield info
+        yield GaugeMetricFamily(
+            "kvway_router_tokenizer_cache_bytes",
+            "Memory of the pieces of text whose tokens are known.",
+            value=texts.cache.size_bytes,
+        )
+        yield CounterMetricFamily(
+            "kvway_router_rests_dropped",
+            "Rests of prompts that were never read because too many waited.",
+            value=self._rests.num_dropped,
         )
 
 

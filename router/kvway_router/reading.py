@@ -1,15 +1,17 @@
 """From a request body to what the router must know about it: pure CPU work, kept off the loop.
 
-`read_request` is a plain function of the body; `ReaderPool` runs it in a few threads with a
-bounded line before them, so that one long prompt delays neither others' streams nor the probes.
+`Reading` reads one request, its prompt from the front and no further than it is asked to;
+`ReaderPool` runs it in a few threads with a bounded line before them, so that one long prompt
+delays neither others' streams nor the probes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Final, TypeVar
 
@@ -17,9 +19,9 @@ import msgspec
 import xxhash
 
 from kvway_core.api import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from kvway_core.blocks import Namespace, block_hashes, event_hash
+from kvway_core.blocks import HashChain, Namespace, event_hash
 from kvway_core.errors import ContextLengthExceeded, ModelNotFound, Overloaded
-from kvway_core.prompting import encode_prompts
+from kvway_core.prompting import PromptReader, read_prompts
 from kvway_core.prompts import PromptEncoder
 from kvway_core.strict_json import top_level_fields
 
@@ -33,6 +35,13 @@ STICKY_HEADER: Final = "x-kvway-sticky"
 
 EXPECTED_OUTPUT_TOKENS: Final = 256
 """Longest answer that the choice reckons with: clients allow far more than most answers take."""
+
+
+FIRST_STEP_CHARS: Final = 1024
+"""New text of a prompt that is read before anybody is asked whether they hold it."""
+
+_DOUBT: Final = 1.5
+"""A prompt whose length is estimated may be so much longer."""
 
 
 class Route(Enum):
@@ -50,11 +59,13 @@ class ReadRequest:
         model: Served model name.
         stream: Whether the client asked for an event stream.
         num_prompts: Prompts in the request; all but the first count as work only.
-        num_tokens: Prompt tokens of all prompts together.
+        num_tokens: Prompt tokens of all prompts together; about so many unless `exact`.
         num_output_tokens: Output to reckon with: what the client allows, within reason.
-        hashes: Event hash of each full block of the first prompt.
-        sticky_key: Digest of what the client wants kept together; empty for nothing.
+        hashes: Event hash of each full block of the first prompt, as far as it was read.
         body: The bytes for the replica: the client's own unless a field had to be stripped.
+        sticky_key: Digest of what the client wants kept together; empty for nothing.
+        exact: Whether all prompts were read to their end.
+        text_key: Names the beginning of a first prompt of which nothing was read yet.
     """
 
     model: str
@@ -64,6 +75,8 @@ class ReadRequest:
     num_output_tokens: int
     hashes: tuple[int, ...]
     body: bytes
+    exact: bool = True
+    text_key: bytes = b""
     sticky_key: bytes = b""
 
     @property
@@ -74,7 +87,7 @@ class ReadRequest:
     @property
     def prefix_key(self) -> bytes:
         """Names the beginning of the first prompt; empty when it has no full block."""
-        return self.hashes[0].to_bytes(8, "big") if self.hashes else b""
+        return self.hashes[0].to_bytes(8, "big") if self.hashes else self.text_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +113,7 @@ def read_request(
     max_model_len: int | None,
     sticky: str | None = None,
 ) -> ReadRequest:
-    """Decodes, checks, tokenizes and hashes one request.
+    """Decodes, checks, tokenizes and hashes one request, whole.
 
     Args:
         body: As the client sent it.
@@ -114,31 +127,170 @@ def read_request(
         ModelNotFound: Another model is asked for.
         ContextLengthExceeded: A prompt leaves no room for a single token of an answer.
     """
-    request = parse_chat(body) if route is Route.CHAT else parse_completion(body)
-    if request.model != model.name:
-        raise ModelNotFound(
-            f"The model is not served here; this server has {model.name}.", param="model"
+    reading = Reading(body, route=route, model=model, max_model_len=max_model_len, sticky=sticky)
+    reading.finish()
+    reading.check_fits()
+    return reading.request
+
+
+class Reading:
+    """One request whose first prompt is tokenized from the front, step by step.
+
+    `parse`, `advance` and `finish` are for threads, one at a time; `request` is replaced as a
+    whole, so the loop may look at it meanwhile.
+
+    Attributes:
+        request: What is known. There once `parse` has returned.
+        is_parsed: Whether it has.
+        front_done: Whether the first prompt was read to its end.
+        overdue: Whether it was routed as it was when its time was up.
+        piece_keys: What names the beginnings of the first prompt, the one that comes next as well.
+
+    Args:
+        body: As for `read_request`, like the other arguments.
+        route: Where it was sent.
+        model: What this router serves.
+        max_model_len: Tokens of prompt and answer together, None when nobody said.
+        sticky: Key of the header `STICKY_HEADER`; it counts more than ``prompt_cache_key``.
+    """
+
+    request: ReadRequest
+
+    def __init__(
+        self,
+        body: bytes,
+        *,
+        route: Route,
+        model: ServedModel,
+        max_model_len: int | None,
+        sticky: str | None = None,
+    ) -> None:
+        """Does nothing yet."""
+        self._body = body
+        self._route = route
+        self._model = model
+        self._max_model_len = max_model_len
+        self._sticky = sticky
+        self._parse_lock = threading.Lock()
+        self._read_lock = threading.Lock()
+        self._prompts: Sequence[PromptReader] = ()
+        self._chain = HashChain(model.namespace.root(), model.namespace.block_size)
+        self._hashes: list[int] = []
+        self._step_chars = FIRST_STEP_CHARS
+        self.is_parsed = False
+        self.front_done = False
+        self.overdue = False
+        self.piece_keys: Sequence[int] = ()
+
+    @property
+    def done(self) -> bool:
+        """Whether all is read."""
+        return self.is_parsed and self.request.exact
+
+    @property
+    def next_key(self) -> int | None:
+        """Names the beginning of the first prompt up to the piece that comes next."""
+        return self.piece_keys[-1] if self.piece_keys and not self.front_done else None
+
+    def parse(self) -> None:
+        """Decodes and checks the body and renders its prompts; tokenizes what it must at once.
+
+        Raises:
+            InvalidRequest: As `read_request`.
+            ModelNotFound: As `read_request`.
+            ContextLengthExceeded: A prompt is too long however it is tokenized.
+        """
+        with self._parse_lock:
+            if self.is_parsed:
+                return
+            chat = self._route is Route.CHAT
+            parsed = parse_chat(self._body) if chat else parse_completion(self._body)
+            if parsed.model != self._model.name:
+                raise ModelNotFound(
+                    f"The model is not served here; this server has {self._model.name}.",
+                    param="model",
+                )
+            self._prompts = read_prompts(
+                parsed, self._model.encoder, max_model_len=self._max_model_len
+            )
+            first = self._prompts[0]
+            head = first.head.encode(errors="surrogatepass")
+            self.request = ReadRequest(
+                model=parsed.model,
+                stream=bool(parsed.stream),
+                num_prompts=len(self._prompts),
+                num_tokens=sum(prompt.num_tokens for prompt in self._prompts),
+                num_output_tokens=_expected_output(parsed) * len(self._prompts),
+                hashes=(),
+                body=strip_fields(self._body),
+                exact=False,
+                text_key=xxhash.xxh3_64_digest(head) if head else b"",
+                sticky_key=sticky_key(self._sticky or parsed.prompt_cache_key),
+            )
+            self.piece_keys = tuple(first.piece_keys)
+            self.is_parsed = True
+
+    def advance(self) -> None:
+        """Reads on: all that is known already, and some text that is not, more at each call.
+
+        Raises:
+            InvalidRequest: As `parse`.
+            ModelNotFound: As `parse`.
+            ContextLengthExceeded: As `read_request`. What may be too long is read whole, so that
+                it can be said.
+        """
+        self.parse()
+        with self._read_lock:
+            left = self._step_chars
+            for prompt in self._prompts:
+                left = prompt.advance(left)
+            self._step_chars *= 2
+            limit = self._max_model_len
+            if limit is not None:
+                for prompt in self._prompts:
+                    if prompt.num_tokens * _DOUBT >= limit:
+                        prompt.finish()
+            self._publish()
+        self.check_fits()
+
+    def finish(self) -> None:
+        """Reads all prompts to their end."""
+        self.parse()
+        with self._read_lock:
+            for prompt in self._prompts:
+                prompt.finish()
+            self._publish()
+
+    def check_fits(self) -> None:
+        """Refuses what leaves no room for an answer, as far as that is certain.
+
+        Raises:
+            ContextLengthExceeded: As `read_request`.
+        """
+        limit = self._max_model_len
+        longest = max((prompt.num_tokens for prompt in self._prompts if prompt.done), default=0)
+        if limit is not None and longest >= limit:
+            raise ContextLengthExceeded(
+                f"The prompt has {longest} tokens and the model's context has {limit}, "
+                "of which the answer needs at least one; shorten the prompt.",
+                param="messages" if self._route is Route.CHAT else "prompt",
+            )
+
+    def _publish(self) -> None:
+        """Puts what is known by now into `request`."""
+        first = self._prompts[0]
+        self._chain.extend(first.token_ids[self._chain.num_tokens :])
+        self._hashes += map(event_hash, self._chain.hashes[len(self._hashes) :])
+        begun = first.done or len(first.token_ids) > 0
+        self.request = replace(
+            self.request,
+            num_tokens=sum(prompt.num_tokens for prompt in self._prompts),
+            hashes=tuple(self._hashes),
+            exact=all(prompt.done for prompt in self._prompts),
+            text_key=b"" if begun else self.request.text_key,
         )
-    prompts = encode_prompts(request, model.encoder, max_model_len=max_model_len)
-    longest = max(len(prompt) for prompt in prompts)
-    if max_model_len is not None and longest >= max_model_len:
-        raise ContextLengthExceeded(
-            f"The prompt has {longest} tokens and the model's context has {max_model_len}, "
-            "of which the answer needs at least one; shorten the prompt.",
-            param="messages" if route is Route.CHAT else "prompt",
-        )
-    namespace = model.namespace
-    chain = block_hashes(prompts[0], parent=namespace.root(), block_size=namespace.block_size)
-    return ReadRequest(
-        model=request.model,
-        stream=bool(request.stream),
-        num_prompts=len(prompts),
-        num_tokens=sum(len(prompt) for prompt in prompts),
-        num_output_tokens=_expected_output(request) * len(prompts),
-        hashes=tuple(event_hash(block) for block in chain),
-        body=strip_fields(body),
-        sticky_key=sticky_key(sticky or request.prompt_cache_key),
-    )
+        self.piece_keys = tuple(first.piece_keys)
+        self.front_done = first.done
 
 
 def sticky_key(text: str | None) -> bytes:

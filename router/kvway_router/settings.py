@@ -13,6 +13,7 @@ from typing import Final
 
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
+from kvway_core.tokenizing import AUTO, LIBRARIES
 from kvway_core.web import DEFAULT_MAX_BODY_BYTES
 from kvway_router.discovery import DnsName, ReplicaAddress
 from kvway_router.feed_source import EventsOption
@@ -27,6 +28,7 @@ _POSITIVE: Final = (
     "reader_threads",
     "max_replica_blocks",
     "body_timeout_s",
+    "tokenize_timeout_s",
     "connect_timeout_s",
     "read_timeout_s",
     "probe_interval_s",
@@ -98,6 +100,16 @@ class RouterSettings:
     reader_threads: int = option(2, help="threads that decode, tokenize and hash prompts")
     max_waiting_prompts: int = option(
         256, help="prompts that may wait for such a thread; beyond, requests get 503"
+    )
+    tokenizer: str = option(
+        AUTO,
+        help="library that tokenizes: auto takes fastokens where its ids are proved the same",
+        choices=LIBRARIES,
+    )
+    tokenize_timeout_s: float = option(
+        0.5,
+        help="time to tokenize a prompt; then a replica is chosen by what is known of it",
+        unit="seconds",
     )
     max_decisions: int = option(1000, help="decisions that are remembered", unit="records")
     drain_timeout_s: float = option(

@@ -19,7 +19,7 @@ from kvway_core.errors import ClientDisconnected, InternalError, KvwayError, Shu
 from kvway_router.decisions import AttemptRecord, DecisionRecord, DecisionStore, shown_candidates
 from kvway_router.fleet import Traffic
 from kvway_router.policy import Decision
-from kvway_router.reading import ReadRequest, Route
+from kvway_router.reading import Reading, ReadRequest, Route
 
 REQUEST_FINISHED: Final = "request_finished"
 
@@ -32,6 +32,8 @@ class Trip:
     Attributes:
         is_event_stream: Whether the answer is a stream of events, once there is one.
         ttft_s: From arrival to the first byte of the answer; None before it.
+        prompt_read: How far the first prompt was read before the choice: "whole", "front", or
+            "overdue" when its time was up; None before that.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Trip:
         self.finish = "running"
         self.error: str | None = None
         self.read_s: float | None = None
+        self.prompt_read: str | None = None
         self.ttft_s: float | None = None
         self.cached_tokens: int | None = None
         self._clock = clock
@@ -66,15 +69,19 @@ class Trip:
         headers = {"x-kvway-request-id": self.request_id}
         if self.record is not None:
             headers["x-kvway-replica"] = self.record.replica_id
+            about = "" if self.record.prompt_tokens_exact else "about "
             headers["x-kvway-reason"] = (
-                f"{self.record.reason}; {self.record.matched_tokens} of "
+                f"{self.record.reason}; {self.record.matched_tokens} of {about}"
                 f"{self.record.prompt_tokens} prompt tokens matched"
             )
         return headers
 
-    def read(self, request: ReadRequest, *, block_size: int) -> None:
-        """The prompt is known."""
-        self.request = request
+    def read(self, reading: Reading, *, block_size: int) -> None:
+        """The prompt is known, as far as the choice needs it."""
+        self.request = reading.request
+        self.prompt_read = (
+            "overdue" if reading.overdue else "whole" if reading.front_done else "front"
+        )
         self.read_s = self.elapsed_s
         self._block_size = block_size
 
@@ -93,6 +100,7 @@ class Trip:
             num_prompts=self.request.num_prompts,
             prompt_tokens=self.request.num_tokens,
             prompt_blocks=len(self.request.hashes),
+            prompt_tokens_exact=self.request.exact,
             block_size=self._block_size,
             replica_id=decision.replica_id,
             reason=decision.reason.value,
@@ -111,6 +119,18 @@ class Trip:
         else:
             self._decisions.update(record)
         self.record = record
+
+    def recounted(self, reading: Reading) -> None:
+        """What was left of the prompt is read: an estimate becomes a count."""
+        self.request = reading.request
+        if self.record is not None:
+            self.record = msgspec.structs.replace(
+                self.record,
+                prompt_tokens=self.request.num_tokens,
+                prompt_blocks=len(self.request.hashes),
+                prompt_tokens_exact=True,
+            )
+            self._decisions.update(self.record)
 
     def attempt_failed(self, error: KvwayError) -> None:
         """The attempt at the chosen replica came to nothing, or broke in the middle."""
@@ -238,6 +258,7 @@ def _log_line(trip: Trip) -> None:
         fields |= {
             "stream": request.stream,
             "prompt_tokens": request.num_tokens,
+            "prompt_read": trip.prompt_read,
             "read_s": None if trip.read_s is None else round(trip.read_s, 4),
         }
     if record is not None:

@@ -24,6 +24,7 @@ def record(request_id: str) -> DecisionRecord:
         stream=False,
         num_prompts=1,
         prompt_tokens=32,
+        prompt_tokens_exact=True,
         prompt_blocks=2,
         block_size=16,
         replica_id="a:1",
