@@ -40,6 +40,12 @@ def test_in_bfloat16_positions_may_differ_until_most_do() -> None:
         check_scores(with_others(expected, 8), expected)
 
 
+def test_with_a_quantised_cache_positions_may_differ_until_most_do() -> None:
+    check_scores(with_others(scores(), 5), scores(), is_quantised=True)
+    with pytest.raises(ConfigError, match="differ from those without the cache"):
+        check_scores(with_others(scores(), 8), scores(), is_quantised=True)
+
+
 def test_other_positions_are_refused_in_any_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with pytest.raises(ConfigError, match="positions"):

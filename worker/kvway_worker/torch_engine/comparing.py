@@ -12,8 +12,13 @@ from kvway_core.errors import ConfigError
 CHECK_TOKENS: Final = 12
 """Enough for a chunk and one twice as long behind it."""
 
-_ROUNDING: Final = {torch.float32: 1e-3, torch.bfloat16: 0.5}
-"""Share of the spread by which scores may differ where sums have another order."""
+_ORDER: Final = 1e-3
+"""Share of the spread by which float32 scores may differ where sums have another order."""
+
+_ROUNDING: Final = 0.5
+"""The same in bfloat16, or where cached keys and values are quantised. Models of seven families
+with random weights differed by up to 0.36 in bfloat16 (the median position), by up to 0.08 with
+int8 and 0.31 with fp8_e4m3."""
 
 _SAME_SHAPES: Final = 0.02
 """The same where they have the same order, but perhaps on a GPU."""
@@ -45,20 +50,27 @@ def check_positions(scores: Tensor, expected: Tensor) -> None:
         )
 
 
-def check_scores(scores: Tensor, expected: Tensor) -> None:
+def check_scores(scores: Tensor, expected: Tensor, *, is_quantised: bool = False) -> None:
     """Refuse a model whose scores on the paged cache are not its own.
 
-    In float32 all positions count. In bfloat16 the median of them does: rounding can make a
+    In float32 all positions count, and may differ by 0.001 of the spread. In bfloat16 and with a
+    quantised cache the median of them does, and may differ by half of it: rounding can make a
     mixture take another expert for a token, and then everything about that token differs.
 
     Shapes: scores, expected [num_tokens, vocab_size], of the same dtype.
+
+    Args:
+        scores: on the paged cache.
+        expected: without it.
+        is_quantised: the cache rounds keys and values to 8 bits.
 
     Raises:
         ConfigError: they differ by more than rounding, or are not numbers.
     """
     shares = _differences(scores, expected)
-    share = float(shares.max() if scores.dtype == torch.float32 else shares.median())
-    if not share <= _ROUNDING[scores.dtype]:
+    is_exact = scores.dtype == torch.float32 and not is_quantised
+    share = float(shares.max() if is_exact else shares.median())
+    if not share <= (_ORDER if is_exact else _ROUNDING):
         raise ConfigError(
             [f"scores differ from those without the cache by {share:.2g} of their spread"]
         )
