@@ -12,6 +12,7 @@ text. Where they are not, the slower way is taken, and `TextTokenizer` says whic
 from __future__ import annotations
 
 import importlib
+import math
 import random
 import threading
 from array import array
@@ -35,6 +36,8 @@ _FIRST_CHARS_PER_TOKEN: Final = 4.0
 _RATIO_TOKENS: Final = 4096.0
 """So many of the last tokens say how long a token is."""
 
+_TELLING_TOKENS: Final = 64
+"""So many tokens of a text say more of how long its others are than other texts do."""
 _HEAD_CHARS: Final = 4096
 _NUM_PROBES: Final = 24
 _PROBE_PARTS: Final = 40
@@ -210,9 +213,14 @@ class TextReader:
     @property
     def num_tokens(self) -> int:
         """How many tokens the text has; about so many while it is not done."""
+        num_read = len(self.token_ids)
+        if self.done:
+            return num_read
+        ratio = self._tokenizer.chars_per_token
+        if num_read >= _TELLING_TOKENS:
+            ratio = self._num_chars / num_read
         left = len(self._text) - self._num_chars
-        about = -(-left // self._tokenizer.chars_per_token) if left else 0
-        return len(self.token_ids) + int(about) + (0 if self.done else len(self._after))
+        return num_read + math.ceil(left / ratio) + len(self._after)
 
     def advance(self, num_chars: int) -> int:
         """Reads until so many characters were new, or to the end; known pieces are free.

@@ -12,7 +12,9 @@ from tests.router.conftest import Bench, StartBench
 
 # What differs from run to run: times, the process, and the ports of the replicas.
 _VARIES = re.compile(
-    r"^(\S*(?:_seconds_bucket|_seconds_sum|_cache_bytes)\S*|process_\S+) .*$", re.MULTILINE
+    r"^(\S*(?:_seconds_bucket|_seconds_sum|ttft\w*_seconds_total|_cache_bytes)\S*|process_\S+) "
+    r".*$",
+    re.MULTILINE,
 )
 
 

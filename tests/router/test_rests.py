@@ -1,0 +1,294 @@
+"""A prompt is read no further than somebody may hold it; the rest is read after the choice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvway_core.blocks import Namespace, block_hashes, event_hash
+from kvway_core.prompts import PromptEncoder
+from kvway_core.testing.byte_model import write_byte_model
+from kvway_router.index import BlockIndex
+from kvway_router.reading import Reading, Route, ServedModel
+from kvway_router.rests import ExpectedBlocks, RestReader
+from tests.router.conftest import MODEL, Bench, StartBench
+
+PAGE = "the quick brown fox jumps over the lazy dog "
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> PromptEncoder:
+    """Returns one that has seen no text yet."""
+    return PromptEncoder.load(write_byte_model(tmp_path / MODEL))
+
+
+def reading_of(
+    encoder: PromptEncoder, prompt: str | list[str], *, max_model_len: int | None = None
+) -> Reading:
+    model = ServedModel(name=MODEL, encoder=encoder, namespace=Namespace(MODEL))
+    body = json.dumps({"model": MODEL, "prompt": prompt}).encode()
+    return Reading(body, route=Route.COMPLETIONS, model=model, max_model_len=max_model_len)
+
+
+def hashes_of(text: str) -> tuple[int, ...]:
+    chain = block_hashes(list(text.encode()), parent=Namespace(MODEL).root(), block_size=16)
+    return tuple(event_hash(block) for block in chain)
+
+
+def test_each_step_reads_more_and_all_steps_are_the_whole(encoder: PromptEncoder) -> None:
+    text = PAGE * 700
+    reading = reading_of(encoder, text)
+    reading.parse()
+    assert (reading.request.hashes, reading.front_done) == ((), False)
+    assert reading.request.prefix_key
+    lengths = [0]
+    while not reading.done:
+        reading.advance()
+        hashes = reading.request.hashes
+        assert hashes == hashes_of(text)[: len(hashes)]
+        lengths.append(len(hashes))
+    assert lengths[-1] == len(text) // 16
+    steps = [after - before for before, after in pairwise(lengths)]
+    assert max(steps[:2]) * 16 < 3000
+    assert steps[-2] > 2 * steps[0]
+    assert reading.request.num_tokens == len(text)
+    assert reading.request.exact
+
+
+def test_what_is_known_is_read_in_one_step(encoder: PromptEncoder) -> None:
+    reading_of(encoder, PAGE * 700).finish()
+    reading = reading_of(encoder, PAGE * 700 + "new " * 3000)
+    reading.advance()
+    assert len(reading.request.hashes) * 16 >= len(PAGE) * 700 - 3000
+    assert not reading.front_done
+
+
+def test_a_prompt_that_may_be_too_long_is_read_whole(encoder: PromptEncoder) -> None:
+    text = PAGE * 200
+    reading = reading_of(encoder, text, max_model_len=len(text))
+    with pytest.raises(Exception, match=f"{len(text)} tokens") as caught:
+        reading.advance()
+    assert caught.value.code == "context_length_exceeded"  # type: ignore[attr-defined]
+    fits = reading_of(encoder, "x" + text, max_model_len=len(text) * 10)
+    fits.advance()
+    assert not fits.front_done
+
+
+def test_other_prompts_are_counted_by_estimate_until_they_are_read(
+    encoder: PromptEncoder,
+) -> None:
+    reading = reading_of(encoder, ["short", PAGE * 500])
+    reading.advance()
+    assert reading.front_done
+    assert not reading.done
+    assert reading.next_key is None
+    reading.finish()
+    assert reading.request.num_tokens == len("short") + len(PAGE) * 500
+
+
+# --- what is expected of a replica -------------------------------------------------------------
+
+
+def held(index: BlockIndex) -> int:
+    index.check_invariants()
+    return index.match(hashes_of(PAGE * 20)).get("a", 0)
+
+
+@pytest.mark.parametrize("confirmed_first", [True, False])
+def test_a_rest_is_held_like_its_front(*, confirmed_first: bool) -> None:
+    index, hashes = BlockIndex(), hashes_of(PAGE * 20)
+    expected = ExpectedBlocks(index, "a", hashes[:10])
+    assert held(index) == 10
+    if confirmed_first:
+        expected.confirm()
+    expected.extend(hashes)
+    assert held(index) == len(hashes)
+    expected.confirm()
+    expected.close()
+    assert held(index) == len(hashes)
+
+
+def test_what_was_not_confirmed_is_taken_back_with_its_rest() -> None:
+    index, hashes = BlockIndex(), hashes_of(PAGE * 20)
+    expected = ExpectedBlocks(index, "a", hashes[:10])
+    expected.extend(hashes)
+    expected.close()
+    assert held(index) == 0
+    expected.extend(hashes)
+    assert held(index) == 0
+
+
+# --- the reader of rests -----------------------------------------------------------------------
+
+
+class Gate:
+    """Lets the tokenizer go on when the test says so."""
+
+    def __init__(self, encoder: PromptEncoder) -> None:
+        self.open = threading.Event()
+        self.asked = threading.Event()
+        self.texts: list[str] = []
+        self._encode = encoder.texts._encode
+        encoder.texts._encode = self
+
+    def __call__(self, text: str) -> Any:
+        self.texts.append(text)
+        self.asked.set()
+        assert self.open.wait(30)
+        return self._encode(text)
+
+
+async def test_a_sibling_waits_for_the_rest_it_goes_on_as(encoder: PromptEncoder) -> None:
+    first, sibling = reading_of(encoder, PAGE * 500), reading_of(encoder, PAGE * 500 + "other")
+    stranger = reading_of(encoder, PAGE * 40 + "quite different" + PAGE * 500)
+    for reading in (first, sibling, stranger):
+        reading.advance()
+    rests, gate, called = RestReader(), Gate(encoder), asyncio.Event()
+    assert rests.of_sibling(sibling) is None
+    rests.start(first, called.set)
+    waited_for = rests.of_sibling(sibling)
+    assert waited_for is not None
+    assert rests.of_sibling(stranger) is None
+    assert not called.is_set()
+    gate.open.set()
+    await asyncio.wait([waited_for])
+    await called.wait()
+    assert first.done
+    assert rests.of_sibling(sibling) is None
+    again = asyncio.Event()
+    rests.start(first, again.set)
+    assert again.is_set()
+    rests.close()
+
+
+async def test_the_line_of_rests_is_bounded(encoder: PromptEncoder) -> None:
+    gate, rests, called = Gate(encoder), RestReader(max_waiting=1), asyncio.Event()
+    gate.open.set()
+    readings = [reading_of(encoder, f"{number}" + PAGE * 500) for number in range(2)]
+    for reading in readings:
+        reading.advance()
+    gate.open.clear()
+    rests.start(readings[0], called.set)
+    rests.start(readings[1], pytest.fail)
+    assert rests.num_dropped == 1
+    gate.open.set()
+    await called.wait()
+    assert not readings[1].done
+    rests.close()
+
+
+# --- through a router --------------------------------------------------------------------------
+
+
+async def until(bench: Bench, headers: Any, told: Callable[[Any], bool]) -> Any:
+    """Returns a decision once it is as told; the test's own time limit ends a vain wait."""
+    while not told(record := await bench.decision(headers)):
+        pass
+    return record
+
+
+@pytest.fixture
+def start_roomy(start_bench: StartBench) -> StartBench:
+    """Starts a router over replicas with a long context."""
+
+    async def start(num_replicas: int, **options: Any) -> Bench:
+        bench = await start_bench(num_replicas, **options)
+        for replica in bench.replicas:
+            room = {"free": 20_000, "cached": 0, "total": 20_000}
+            report = replica.load(max_model_len=1_000_000, blocks=room)
+            replica.pages["/load"] = (200, report)
+        dispatcher = bench.router.dispatcher
+        await bench.router.replicas.wait_for(lambda: dispatcher.max_model_len() == 1_000_000)
+        return bench
+
+    return start
+
+
+async def test_a_cold_prompt_is_chosen_for_by_its_front(
+    start_roomy: StartBench, encoder: PromptEncoder
+) -> None:
+    bench = await start_roomy(2)
+    text = PAGE * 1500
+    gate = Gate(encoder)
+    task = asyncio.create_task(bench.chat(text, stream=True))
+    await asyncio.to_thread(gate.asked.wait)
+    gate.open.set()
+    status, headers, _ = await task
+    assert status == 200
+    assert "of about " in headers["x-kvway-reason"]
+    record = await until(bench, headers, lambda record: record["prompt_tokens_exact"])
+    assert record["prompt_tokens"] == len(f"|user\n{text}|\n|assistant\n")
+    assert record["prompt_blocks"] == record["prompt_tokens"] // 16
+    _, second, _ = await bench.chat(text + " and more")
+    assert second["x-kvway-replica"] == headers["x-kvway-replica"]
+    matched = (await bench.decision(second))["matched_tokens"]
+    assert matched >= len(text) // 16 * 16
+    metrics = await bench.metrics()
+    assert metrics['kvway_router_prompts_total{read="front"}'] == 1
+    assert metrics['kvway_router_prompts_total{read="whole"}'] == 1
+
+
+async def test_siblings_meet_while_the_rest_of_the_first_is_not_read(
+    start_roomy: StartBench, encoder: PromptEncoder
+) -> None:
+    """Each is weighed knowing where the whole of the first one went, not its front alone."""
+    bench = await start_roomy(4)
+    answers = await asyncio.gather(*(bench.chat(PAGE * 1500 + str(n)) for n in range(6)))
+    matched = []
+    for _, headers, _ in answers:
+        record = await bench.decision(headers)
+        matched.append(max(one["matched_blocks"] for one in record["candidates"]))
+    assert sorted(matched) == [0] + [len("|user\n" + PAGE * 1500) // 16] * 5
+
+
+async def test_a_prompt_whose_time_is_up_goes_by_the_hash_of_its_text(
+    start_roomy: StartBench, encoder: PromptEncoder
+) -> None:
+    """Several routers would place it alike, and the rest is read as soon as it can be."""
+    bench = await start_roomy(3, tokenize_timeout_s=0.05)
+    gate = Gate(encoder)
+    status, headers, _ = await bench.chat(PAGE * 1500)
+    assert status == 200
+    assert headers["x-kvway-reason"].split("; ")[1].startswith("0 of about ")
+    metrics = await bench.metrics()
+    assert metrics['kvway_router_prompts_total{read="overdue"}'] == 1
+    gate.open.set()
+    record = await until(bench, headers, lambda record: record["prompt_tokens_exact"])
+    assert record["prompt_blocks"] == record["prompt_tokens"] // 16
+    _, second, _ = await bench.chat(PAGE * 1500)
+    assert second["x-kvway-replica"] == headers["x-kvway-replica"]
+
+
+async def test_a_malformed_body_is_refused_however_long_it_waits(
+    start_roomy: StartBench, encoder: PromptEncoder
+) -> None:
+    bench = await start_roomy(1, tokenize_timeout_s=0.05, reader_threads=1)
+    gate = Gate(encoder)
+    slow = asyncio.create_task(bench.chat(PAGE * 100))
+    await asyncio.to_thread(gate.asked.wait)
+    refused = asyncio.create_task(bench.chat("x", temperature="hot"))
+    status, _, _ = await slow
+    assert status == 200
+    gate.open.set()
+    status, _, answer = await refused
+    assert (status, answer["error"]["param"]) == (400, "temperature")
+
+
+async def test_a_replica_that_left_is_not_listed_again(
+    start_roomy: StartBench, encoder: PromptEncoder
+) -> None:
+    bench = await start_roomy(1, tokenize_timeout_s=0.05)
+    gate = Gate(encoder)
+    status, headers, _ = await bench.chat(PAGE * 1500)
+    assert status == 200
+    bench.router.replicas.set_replicas([])
+    gate.open.set()
+    await until(bench, headers, lambda record: record["prompt_tokens_exact"])
+    assert not any("index_blocks{" in name for name in await bench.metrics())
