@@ -22,6 +22,7 @@ from kvway_router.admin import AdminHandlers
 from kvway_router.decisions import DecisionStore
 from kvway_router.discovery import Discovery, DnsName
 from kvway_router.dispatch import Dispatcher
+from kvway_router.feed_metrics import FeedCollector
 from kvway_router.feed_source import EventsOption
 from kvway_router.fleet import Fleet, Traffic
 from kvway_router.handlers import ApiHandlers, add_request_id
@@ -148,6 +149,7 @@ class Router:
                 running=self.dispatcher.running,
             )
         )
+        metrics.registry.register(FeedCollector(self.replicas))
         api = ApiHandlers(
             dispatcher=self.dispatcher,
             replicas=self.replicas,

@@ -39,6 +39,7 @@ from kvway_core.errors import (
     ReplicaError,
     ReplicaRejected,
 )
+from kvway_router.corrections import Corrections
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Charge, Ledger
@@ -178,6 +179,7 @@ class Dispatcher:
         self._params = params
         self._max_attempts = max_attempts
         self._read_timeout_s = read_timeout_s
+        self._corrections = Corrections(index, block_size=model.namespace.block_size)
         self.running = RunningRequests()
 
     async def dispatch(self, call: Call, downstream: Downstream) -> None:
@@ -303,6 +305,7 @@ class Dispatcher:
         replica = self._replicas.get(decision.replica_id)
         assert replica is not None  # noqa: S101  chosen from the set in this step of the loop
         request = reading.request
+        listed = self._corrections.expect(replica.id, request.hashes)
         with (
             self._ledger.charge(decision.chosen, is_stream=reading.request.stream) as charge,
             self._expected(reading, decision, charge=charge, trip=trip) as expected,
@@ -322,6 +325,9 @@ class Dispatcher:
                     reading=reading,
                     trip=trip,
                 )
+        is_told_of = request.num_prompts == 1 and answer.status == 200
+        if is_told_of and not self._replicas.is_fed(replica.id):
+            self._corrections.learn(listed, cached_tokens=trip.cached_tokens)
 
     @contextmanager
     def _expected(

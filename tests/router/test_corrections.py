@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvway_core.testing.fake_replica import Answer
 from kvway_router.corrections import Corrections, Expectation
 from kvway_router.index import BlockIndex
+from tests.router.conftest import Bench
 
 REPLICA = "a:1"
 LONG = list(range(1000, 1040))
@@ -112,3 +114,12 @@ def test_memory_of_replicas_is_bounded(router: Router) -> None:
         expected = Expectation(f"r:{number}", LONG, [(40, 1)], 1)
         router.answer(expected, 0)
     assert len(router.corrections._misses) == 1024
+
+
+async def test_answers_that_pass_by_correct_the_index(bench: Bench) -> None:
+    bench.replica.answer = Answer(cached_tokens=0)
+    matched = []
+    for _ in range(4):
+        _, headers, _ = await bench.chat("x" * 200)
+        matched.append((await bench.decision(headers))["matched_tokens"])
+    assert matched == [0, 208, 208, 0]
