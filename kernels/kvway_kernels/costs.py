@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvway_kernels.api import PagedPlan, RequestRows, SharedRun, cascade_attention, chosen, plan
+from kvway_kernels.quant import DTYPES, SCALE_DTYPE
 
 BUDGET_S: Final = 1.2
 """Rounds of timed steps begin no later than this."""
@@ -106,6 +107,7 @@ def calibrate(
     shape: HeadShape,
     *,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     implementation: str = "auto",
     budget_s: float = BUDGET_S,
@@ -118,7 +120,8 @@ def calibrate(
 
     Args:
         shape: heads of the model's layers.
-        dtype: of queries, keys and values.
+        dtype: of queries, and of keys and values that are not quantised.
+        kv_dtype: of the codes of quantised keys and values; None: they are as the queries.
         device: where they are.
         implementation: what will run.
         budget_s: when the last round of timed steps may begin.
@@ -128,7 +131,13 @@ def calibrate(
     """
     name, _ = chosen(implementation, device=device)
     with torch.inference_mode():
-        steps = _Steps(shape, dtype=dtype, device=torch.device(device), implementation=name)
+        steps = _Steps(
+            shape,
+            dtype=dtype,
+            kv_dtype=dtype if kv_dtype is None else kv_dtype,
+            device=torch.device(device),
+            implementation=name,
+        )
         return fit(steps.samples(budget_s))
 
 
@@ -180,20 +189,29 @@ class _Steps:
     """Decode steps on caches that are large enough, ready to be timed."""
 
     def __init__(
-        self, shape: HeadShape, *, dtype: torch.dtype, device: torch.device, implementation: str
+        self,
+        shape: HeadShape,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        implementation: str,
     ) -> None:
         most, longest = (max(sizes) for sizes in zip(*_SHAPES, strict=True))
         own_blocks, shared_blocks = _NUM_OWN // _BLOCK_SIZE, longest // _BLOCK_SIZE
         num_blocks = shared_blocks + most * own_blocks
         size = (num_blocks, _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
-        layer_bytes = 2 * math.prod(size) * dtype.itemsize
+        layer_bytes = 2 * math.prod(size) * kv_dtype.itemsize
         self._caches = [
             (
-                torch.full(size, 0.5, dtype=dtype, device=device),
-                torch.full(size, 0.5, dtype=dtype, device=device),
+                torch.full(size, 1.0, device=device).to(kv_dtype),
+                torch.full(size, 1.0, device=device).to(kv_dtype),
             )
             for _ in range(max(2, -(-_CACHED_BYTES // layer_bytes)))
         ]
+        self._scales: Tensor | None = None
+        if kv_dtype in DTYPES.values():
+            self._scales = torch.full(size[:3], 0.5, dtype=SCALE_DTYPE, device=device)
         self._turn = 0
         self._device = device
         self._scale = shape.head_dim**-0.5
@@ -252,7 +270,15 @@ class _Steps:
             wait = torch.cuda.synchronize
         wait()
         started = time.perf_counter()
-        cascade_attention(q, k_cache, v_cache, step, scale=self._scale)
+        cascade_attention(
+            q,
+            k_cache,
+            v_cache,
+            step,
+            scale=self._scale,
+            k_scale=self._scales,
+            v_scale=self._scales,
+        )
         wait()
         return time.perf_counter() - started
 

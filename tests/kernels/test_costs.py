@@ -84,20 +84,28 @@ def test_nonsense_is_refused(nonsense: float) -> None:
         fit([])
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn])
 def test_a_calibration_times_both_ways_and_gives_finite_costs(
-    monkeypatch: pytest.MonkeyPatch,
+    kv_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(costs, "_CACHED_BYTES", 2**20)
     with torch.inference_mode():
         steps = costs._Steps(
             HeadShape(4, 2, 8),
             dtype=torch.float32,
+            kv_dtype=torch.float32,
             device=torch.device("cpu"),
             implementation="sdpa",
         )
         plans = [(alone.shared, together.shared) for _, alone, together in steps._timed]
     assert all(not alone and len(together) == 1 for alone, together in plans)
-    found = calibrate(HeadShape(4, 2, 8), dtype=torch.float32, implementation="sdpa", budget_s=0)
+    found = calibrate(
+        HeadShape(4, 2, 8),
+        dtype=torch.float32,
+        kv_dtype=kv_dtype,
+        implementation="sdpa",
+        budget_s=0,
+    )
     assert all(math.isfinite(value) and value >= 0 for value in astuple(found))
     assert any(astuple(found))
 

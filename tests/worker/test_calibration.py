@@ -17,6 +17,7 @@ COSTS = Costs(paged_key=5e-7, run=2e-4, run_key=4e-7, run_pair=8e-8, merge=3e-6)
 SETTING = Setting.here(
     HeadShape(9, 3, 64),
     dtype=torch.float32,
+    kv_dtype=torch.float32,
     device=torch.device("cpu"),
     implementation="sdpa",
 )
@@ -54,6 +55,7 @@ def test_a_second_start_measures_nothing(tmp_path: Path) -> None:
         ("num_kv_heads", 9),
         ("head_dim", 128),
         ("dtype", "bfloat16"),
+        ("kv_dtype", "int8"),
         ("version", 99),
     ],
 )

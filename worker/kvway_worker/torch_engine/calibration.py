@@ -33,7 +33,8 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_heads: of queries, per layer.
         num_kv_heads: of keys and values.
         head_dim: size of each.
-        dtype: of queries, keys and values.
+        dtype: of queries, and of keys and values that are not quantised.
+        kv_dtype: of keys and values in the cache.
         version: of the measurement.
     """
 
@@ -45,11 +46,18 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_kv_heads: int
     head_dim: int
     dtype: str
+    kv_dtype: str
     version: int = _VERSION
 
     @classmethod
     def here(
-        cls, shape: HeadShape, *, dtype: torch.dtype, device: torch.device, implementation: str
+        cls,
+        shape: HeadShape,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        implementation: str,
     ) -> Setting:
         """Return the setting of this process."""
         return cls(
@@ -61,6 +69,7 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=str(dtype).removeprefix("torch."),
+            kv_dtype=str(kv_dtype).removeprefix("torch."),
         )
 
     def file(self, folder: Path) -> Path:
@@ -77,6 +86,7 @@ def cascade_costs(
     shape: HeadShape,
     *,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
     device: torch.device,
     implementation: str,
     folder: Path,
@@ -85,15 +95,24 @@ def cascade_costs(
 
     Args:
         shape: heads of the model's layers.
-        dtype: of queries, keys and values.
+        dtype: of queries.
+        kv_dtype: of keys and values in the cache; None: the same.
         device: where they are.
         implementation: what attends: a name, not `auto`.
         folder: where files are kept, one per setting; made if it is not there.
     """
-    setting = Setting.here(shape, dtype=dtype, device=device, implementation=implementation)
+    setting = Setting.here(
+        shape,
+        dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
+        device=device,
+        implementation=implementation,
+    )
 
     def measure() -> Costs:
-        return calibrate(shape, dtype=dtype, device=device, implementation=implementation)
+        return calibrate(
+            shape, dtype=dtype, kv_dtype=kv_dtype, device=device, implementation=implementation
+        )
 
     return kept(setting, folder=folder, measure=measure)
 
