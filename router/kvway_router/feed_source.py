@@ -100,7 +100,7 @@ class EventsOption:
 
     def check(self, text: str) -> None:
         """Raises ValueError where an endpoint is none, or cannot be what is asked of it."""
-        for endpoint in filter(None, (self.pub, self.replay)):
+        for endpoint in (self.pub, *([] if self.replay is None else [self.replay])):
             _check_endpoint(endpoint, text=text)
             if endpoint.startswith("ipc://") and (self.ranks > 1 or self.replica_id is None):
                 raise ValueError(f"{text!r}: an ipc:// endpoint is of one replica and one rank")
