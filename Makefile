@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-cascade
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-decision bench-cascade
 
 help: ## Show what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ bench-cache: setup ## Measure what the prefix cache costs and saves; ARGS="--onl
 
 bench-index: setup ## Measure the router's block index; ARGS="--blocks 250000" for less
 	@$(BIN)/python -m loadtests.bench_index $(ARGS)
+
+bench-decision: setup ## Measure hash, match and choose; ARGS="--rounds 5" for less
+	@$(BIN)/python -m loadtests.bench_decision $(ARGS)
 
 bench-cascade: setup ## Measure cascade attention; ARGS="--only grid" for parts, "--publish" for the docs
 	@$(BIN)/python -m loadtests.bench_cascade $(ARGS)

@@ -233,6 +233,8 @@ class Ledger:
         self._params = params
         self._stale_after_s = stale_after_s
         self._accounts: dict[str, _Account] = {}
+        self._unknown = self._new_account()
+        """Stands for any replica that was neither sent nor reported anything; never charged."""
         self._numbers = count()
         self.mean_work_s: float | None = None
         """Running mean of the own work of chosen candidates, seconds: for the policy."""
@@ -291,17 +293,21 @@ class Ledger:
         Args:
             replicas: Id and blocks listed in the index of each.
         """
-        accounts = [
-            (replica_id, held, self._accounts.get(replica_id) or self._new_account())
-            for replica_id, held in replicas
-        ]
-        for _, _, account in accounts:
-            self._keep_up(account)
-        known = [r for _, _, a in accounts if (r := a.rates.prefill_tokens_per_s)]
+        now, found = self.now(), []
+        for replica_id, held in replicas:
+            account = self._accounts.get(replica_id, self._unknown)
+            if account.promises:
+                self._keep_up(account)
+            report = account.report
+            if report is None or now - account.reported_s > self._stale_after_s:
+                report = None
+                account.rates.distrust_report()
+            found.append((replica_id, held, account, report, account.rates.prefill_tokens_per_s))
+        known = [rate for *_, rate in found if rate]
         fleet_rate = fmean(known) if known else self._params.default_prefill_tokens_per_s
         return [
-            self._load(replica_id, account, blocks_held=held, fleet_rate=fleet_rate)
-            for replica_id, held, account in accounts
+            _load(replica_id, account, report, blocks_held=held, rate=rate, fleet_rate=fleet_rate)
+            for replica_id, held, account, report, rate in found
         ]
 
     def num_in_flight(self, replica_id: str) -> int:
@@ -392,37 +398,41 @@ class Ledger:
         while promises and promises[0][0] <= now:
             heappop(promises)[2].expect_prefilled()
 
-    def _load(
-        self, replica_id: str, account: _Account, *, blocks_held: int, fleet_rate: float
-    ) -> ReplicaLoad:
-        report = self._fresh_report(account)
-        rates = account.rates
-        least_step_s = rates.decode_step_s or 0.0
-        if report is None:
-            rates.distrust_report()
-        tokens, num_prefills = account.prefill_tokens, account.num_prefills
-        queued_tokens = float(account.uncached_tokens)
-        in_flight, blocks_pinned = len(account.charges), account.num_blocks
-        if report is not None:
-            tokens += account.foreign_tokens
-            queued_tokens += account.foreign_tokens
-            num_prefills += account.foreign_prefills
-            in_flight += account.foreign_requests
-            blocks = report.blocks
-            blocks_pinned = account.num_blocks_unseen + max(
-                0, blocks.total - blocks.free - blocks.cached
-            )
-        return ReplicaLoad(
-            replica_id=replica_id,
-            queued_prefill_s=tokens / (rates.prefill_tokens_per_s or fleet_rate),
-            queued_tokens=queued_tokens,
-            num_prefills=num_prefills,
-            decode_step_s=least_step_s if in_flight else 0.0,
-            prefill_tokens_per_s=rates.prefill_tokens_per_s,
-            blocks_pinned=blocks_pinned,
-            blocks_total=account.report.blocks.total if account.report else None,
-            in_flight=in_flight,
-            blocks_held=blocks_held,
-            attention_tokens=rates.attention_tokens,
-            least_step_s=least_step_s,
+
+def _load(
+    replica_id: str,
+    account: _Account,
+    report: LoadReport | None,
+    *,
+    blocks_held: int,
+    rate: float | None,
+    fleet_rate: float,
+) -> ReplicaLoad:
+    """Puts an account and a report that is not too old together."""
+    tokens, num_prefills = account.prefill_tokens, account.num_prefills
+    queued_tokens = float(account.uncached_tokens)
+    in_flight, blocks_pinned = len(account.charges), account.num_blocks
+    if report is not None:
+        tokens += account.foreign_tokens
+        queued_tokens += account.foreign_tokens
+        num_prefills += account.foreign_prefills
+        in_flight += account.foreign_requests
+        blocks = report.blocks
+        blocks_pinned = account.num_blocks_unseen + max(
+            0, blocks.total - blocks.free - blocks.cached
         )
+    least_step_s = account.rates.decode_step_s or 0.0
+    return ReplicaLoad(
+        replica_id,
+        queued_prefill_s=tokens / (rate or fleet_rate),
+        queued_tokens=queued_tokens,
+        num_prefills=num_prefills,
+        decode_step_s=least_step_s if in_flight else 0.0,
+        prefill_tokens_per_s=rate,
+        blocks_pinned=blocks_pinned,
+        blocks_total=account.report.blocks.total if account.report else None,
+        in_flight=in_flight,
+        blocks_held=blocks_held,
+        attention_tokens=account.rates.attention_tokens,
+        least_step_s=least_step_s,
+    )

@@ -142,6 +142,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         reload_s: Bringing blocks back from slower tiers.
         in_flight: Requests there now.
         blocks_held: Blocks listed for it now.
+        ttft_s: Predicted time to first token: queued + step + own + reload.
+        cost_s: What is compared: ttft + price + kv.
     """
 
     replica_id: str
@@ -159,16 +161,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     reload_s: float
     in_flight: int
     blocks_held: int
-
-    @property
-    def ttft_s(self) -> float:
-        """Predicted time to first token, seconds."""
-        return self.queued_s + self.step_s + self.own_s + self.reload_s
-
-    @property
-    def cost_s(self) -> float:
-        """What is compared, seconds."""
-        return self.ttft_s + self.price_s + self.kv_s
+    ttft_s: float
+    cost_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Final, TypeVar
 
@@ -19,11 +19,12 @@ import msgspec
 import xxhash
 
 from kvway_core.api import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from kvway_core.blocks import HashChain, Namespace, event_hash
+from kvway_core.blocks import Namespace
 from kvway_core.errors import ContextLengthExceeded, ModelNotFound, Overloaded
 from kvway_core.prompting import PromptReader, read_prompts
 from kvway_core.prompts import PromptEncoder
 from kvway_core.strict_json import top_level_fields
+from kvway_router.chains import ChainCache, EventChain
 
 _Result = TypeVar("_Result")
 
@@ -98,11 +99,17 @@ class ServedModel:
         name: What clients call it.
         encoder: Its tokenizer and chat template.
         namespace: What its block hashes start from.
+        chains: Hashes of the prompts that were read last.
     """
 
     name: str
     encoder: PromptEncoder
     namespace: Namespace
+    chains: ChainCache = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Starts with no prompt known."""
+        object.__setattr__(self, "chains", ChainCache(self.namespace))
 
 
 def read_request(
@@ -174,8 +181,7 @@ class Reading:
         self._parse_lock = threading.Lock()
         self._read_lock = threading.Lock()
         self._prompts: Sequence[PromptReader] = ()
-        self._chain = HashChain(model.namespace.root(), model.namespace.block_size)
-        self._hashes: list[int] = []
+        self._chain = EventChain(model.chains)
         self._step_chars = FIRST_STEP_CHARS
         self.is_parsed = False
         self.front_done = False
@@ -279,13 +285,13 @@ class Reading:
     def _publish(self) -> None:
         """Puts what is known by now into `request`."""
         first = self._prompts[0]
-        self._chain.extend(first.token_ids[self._chain.num_tokens :])
-        self._hashes += map(event_hash, self._chain.hashes[len(self._hashes) :])
+        hashed = self._chain.num_tokens
+        self._chain.extend(first.token_ids[hashed:] if hashed else first.token_ids)
         begun = first.done or len(first.token_ids) > 0
         self.request = replace(
             self.request,
             num_tokens=sum(prompt.num_tokens for prompt in self._prompts),
-            hashes=tuple(self._hashes),
+            hashes=tuple(self._chain.hashes),
             exact=all(prompt.done for prompt in self._prompts),
             text_key=b"" if begun else self.request.text_key,
         )

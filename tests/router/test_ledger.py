@@ -46,6 +46,8 @@ def candidate(name: str = "a", *, tokens: int = 500, cached: int = 0) -> Candida
         reload_s=0.0,
         in_flight=0,
         blocks_held=0,
+        ttft_s=tokens / 100.0,
+        cost_s=tokens / 100.0,
     )
 
 

@@ -17,12 +17,13 @@ from tests.router.policy_cases import choose, load, situation
 NAMES = sorted(POLICIES)
 _SECONDS = st.floats(0, 1e6)
 _COUNTS = st.integers(0, 10**9)
+_BLOCKS = st.integers(0, 1000)
 _RATES = st.one_of(st.none(), st.floats(1.0, 1e7))
 
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    names = draw(st.lists(st.integers(0, 999), min_size=1, max_size=64, unique=True))
+    names = draw(st.lists(st.integers(0, 999), min_size=1, max_size=12, unique=True))
     loads = [
         ReplicaLoad(
             replica_id=f"10.0.0.{name}:1",
@@ -35,6 +36,8 @@ def situations(draw: st.DrawFn) -> Situation:
             blocks_total=draw(st.one_of(st.none(), st.integers(0, 10**9))),
             in_flight=draw(_COUNTS),
             blocks_held=draw(_COUNTS),
+            attention_tokens=draw(st.one_of(st.none(), st.floats(1e3, 1e6))),
+            least_step_s=draw(st.floats(0, 10)),
         )
         for name in names
     ]
@@ -56,6 +59,9 @@ def situations(draw: st.DrawFn) -> Situation:
         mean_work_s=draw(st.one_of(st.none(), st.floats(1e-6, 1e6))),
         retry=draw(st.booleans()),
         now_s=draw(_SECONDS),
+        slower=draw(
+            st.dictionaries(st.sampled_from(known), st.tuples(_BLOCKS, _BLOCKS), max_size=3)
+        ),
     )
 
 
@@ -73,11 +79,11 @@ def test_any_situation_gives_one_of_the_candidates_and_the_same_again(
         now_s += wait_s
         now = Situation(
             asked.prompt, asked.matches, asked.loads, asked.params,
-            asked.mean_work_s, asked.retry, now_s,
+            asked.mean_work_s, asked.retry, now_s, asked.slower,
         )  # fmt: skip
         turned = Situation(
             asked.prompt, asked.matches, asked.loads[::-1], asked.params,
-            asked.mean_work_s, asked.retry, now_s,
+            asked.mean_work_s, asked.retry, now_s, asked.slower,
         )  # fmt: skip
         decision, after = decide(policy, now, state)
         assert decision.replica_id in usable

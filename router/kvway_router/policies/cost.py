@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 from kvway_router.policies.base import ANY_POLICY
@@ -82,7 +83,10 @@ def choose(
         prompt, matches, loads, params=params, mean_work_s=mean_work_s, slower=slower
     )
     best = candidates[0]
-    tied = [c for c in candidates if _is_tied(c, best, params=params)]
+    # They come in the order of their cost, and no tie goes further than this.
+    limit_s = best.cost_s + params.tie_share * best.own_s
+    near = takewhile(lambda c: c.cost_s <= limit_s, candidates)
+    tied = [c for c in near if _is_tied(c, best, params=params)]
     chosen = best
     if len(tied) > 1:
         most = params.placement_factor * sum(map(_placement, tied)) / len(tied)
@@ -102,10 +106,11 @@ def choose(
 
 
 def _is_tied(candidate: Candidate, best: Candidate, *, params: PolicyParams) -> bool:
-    dearer_s = candidate.cost_s - best.cost_s
+    """Tells it of a candidate that costs little more than the best one."""
     if candidate.matched_blocks >= best.matched_blocks:
-        return dearer_s <= params.tie_share * best.own_s
+        return True
     # What it does not hold must not matter, neither in cost nor, below a step's time, in work.
+    dearer_s = candidate.cost_s - best.cost_s
     more_s = candidate.work_s - best.work_s
     return (
         dearer_s <= params.spread_share * best.own_s

@@ -18,6 +18,7 @@ waiting for the first costs more than computing it again, and leaves it by not b
 
 from __future__ import annotations
 
+from math import fsum
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,7 +75,7 @@ def weigh(
                 load.decode_step_s,
                 load.prefill_tokens_per_s or 0.0,
                 load.blocks_pinned,
-                load.blocks_total or 0,
+                load.blocks_total or 0.0,
                 load.attention_tokens or 0.0,
                 load.least_step_s,
             )
@@ -104,8 +105,12 @@ def weigh(
     own_blocks = -(-(uncached + prompt.num_output_tokens) // prompt.block_size)
     taken = (pinned + own_blocks) / np.where(total > 0, total, np.inf)
     kv = params.kv_weight_s * np.maximum(0.0, taken - params.kv_threshold)
-    price = price_of_work(queued, mean_work_s, most=params.max_price)
+    queued_s = queued.tolist()
+    price = price_of_work(queued_s, mean_work_s, most=params.max_price)
 
+    ttft = queued + step + own + reload
+    ahead = price * work
+    cost = (ttft + ahead + kv).tolist()
     candidates = list(
         map(
             Candidate,
@@ -115,22 +120,24 @@ def weigh(
             uncached.tolist(),
             cached.tolist(),
             own_blocks.tolist(),
-            queued.tolist(),
+            queued_s,
             step.tolist(),
             own.tolist(),
             work.tolist(),
-            (price * work).tolist(),
+            ahead.tolist(),
             kv.tolist(),
             reload.tolist(),
             [load.in_flight for load in loads],
             [load.blocks_held for load in loads],
+            ttft.tolist(),
+            cost,
         )
     )
-    candidates.sort(key=lambda c: (c.cost_s, c.work_s, c.replica_id))
-    return tuple(candidates), price
+    order = sorted(zip(cost, work.tolist(), ids, candidates, strict=True))
+    return tuple([candidate for _, _, _, candidate in order]), price
 
 
-def price_of_work(queued_s: Column, mean_work_s: float | None, *, most: float) -> float:
+def price_of_work(queued_s: Sequence[float], mean_work_s: float | None, *, most: float) -> float:
     """Returns lambda = min(mean(Q), min(Q) + most * EMA(W)) / EMA(W); 0 while nothing queues.
 
     The mean alone holds on to a hot prefix: a burst of siblings makes one queue long and the mean
@@ -139,14 +146,15 @@ def price_of_work(queued_s: Column, mean_work_s: float | None, *, most: float) -
     """
     if not mean_work_s:
         return 0.0
-    mean_s, least_s = float(queued_s.mean()), float(queued_s.min())
+    # fsum: the order of the replicas must not show in the last digits.
+    mean_s, least_s = fsum(queued_s) / len(queued_s), min(queued_s)
     return min(mean_s, least_s + most * mean_work_s) / mean_work_s
 
 
 def _borrow(column: Column, default: float) -> Column:
     """Puts the mean of the known values, else `default`, in the place of those that are 0."""
     known = column > 0
-    if known.all():
+    if np.count_nonzero(known) == len(column):
         return column
     mean = column.sum() / known.sum() if known.any() else default
     return np.where(known, column, mean)

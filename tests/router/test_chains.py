@@ -1,0 +1,96 @@
+"""Hashes that are looked up are those that are computed, however a prompt grows."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvway_core.blocks import Namespace, block_hashes, event_hash
+from kvway_router.chains import LONG_BLOCKS, SPAN_BLOCKS, ChainCache, EventChain
+
+NAMESPACE = Namespace("m", block_size=4)
+
+
+def tokens(number: int, *, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2**32) for _ in range(number)]
+
+
+def expected(token_ids: list[int]) -> list[int]:
+    chain = block_hashes(token_ids, parent=NAMESPACE.root(), block_size=NAMESPACE.block_size)
+    return [event_hash(block) for block in chain]
+
+
+def hashed(cache: ChainCache, *parts: list[int]) -> list[int]:
+    chain = EventChain(cache)
+    for part in parts:
+        chain.extend(part)
+    assert chain.num_tokens == sum(map(len, parts))
+    return chain.hashes
+
+
+@pytest.mark.property
+@settings(max_examples=40)
+@given(st.data())
+def test_whatever_is_known_and_however_it_grows_the_hashes_are_the_same(
+    data: st.DataObject,
+) -> None:
+    """Prompts that share a beginning, cut anywhere, some of them hashed before."""
+    cache = ChainCache(NAMESPACE, max_blocks=data.draw(st.sampled_from([0, 500, 10**6])))
+    shared = tokens(5 * LONG_BLOCKS)
+    for seed in range(2, 5):
+        prompt = shared[: data.draw(st.integers(0, len(shared)))]
+        prompt = prompt + tokens(data.draw(st.integers(0, 3 * SPAN_BLOCKS)), seed=seed)
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(prompt)), max_size=5)))
+        edges = [0, *cuts, len(prompt)]
+        parts = [prompt[a:b] for a, b in pairwise(edges)]
+        assert hashed(cache, *parts) == expected(prompt)
+
+
+def test_a_known_beginning_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_hashed = 0
+
+    def counting(token_ids: list[int], **more: object) -> object:
+        nonlocal num_hashed
+        num_hashed += len(token_ids) // NAMESPACE.block_size
+        return block_hashes(token_ids, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvway_router.chains.block_hashes", counting)
+    cache = ChainCache(NAMESPACE)
+    prompt = tokens(4 * (2 * LONG_BLOCKS + 3 * SPAN_BLOCKS + 7))
+    hashed(cache, prompt)
+    assert num_hashed == len(prompt) // 4
+    num_hashed = 0
+    hashed(cache, prompt + tokens(4 * 10, seed=2))
+    assert num_hashed == 7 + 10
+
+
+def test_namespaces_do_not_share_hashes() -> None:
+    prompt = tokens(4 * SPAN_BLOCKS)
+    one = hashed(ChainCache(NAMESPACE), prompt)
+    other = hashed(ChainCache(Namespace("another", block_size=4)), prompt)
+    assert set(one).isdisjoint(other)
+
+
+def test_no_more_is_kept_than_allowed_and_the_last_used_stays() -> None:
+    cache = ChainCache(NAMESPACE, max_blocks=4 * SPAN_BLOCKS)
+    kept = tokens(4 * SPAN_BLOCKS)
+    for seed in range(2, 30):
+        hashed(cache, kept)
+        hashed(cache, tokens(4 * SPAN_BLOCKS, seed=seed))
+        assert cache.num_blocks <= 4 * SPAN_BLOCKS
+    assert cache.num_blocks == 4 * SPAN_BLOCKS
+
+
+@pytest.mark.parametrize("bad", [-1, 2**32])
+def test_a_token_that_does_not_fit_is_refused_and_changes_nothing(bad: int) -> None:
+    chain = EventChain(ChainCache(NAMESPACE))
+    chain.extend([1, 2, 3, 4, 5])
+    with pytest.raises(ValueError, match="32 unsigned bits"):
+        chain.extend([6, bad])
+    chain.extend([6, 7, 8])
+    assert chain.hashes == expected([1, 2, 3, 4, 5, 6, 7, 8])
