@@ -18,6 +18,10 @@ ALWAYS: Final = CascadeCosts(paged_key=1.0, run=0.0, run_key=0.0, run_pair=0.0, 
 """Costs with which every shared run pays."""
 
 
+_COMPILED: Final = ("compiled", "triton")
+"""Implementations that are compiled for the machine when they are first used."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """What a worker was told about attention.
@@ -33,6 +37,13 @@ class AttentionOptions:
     compiles: bool = True
     cascade: bool = True
     costs: CascadeCosts | None = None
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether something may be compiled for this machine."""
+        return self.implementation in _COMPILED or (
+            self.implementation == "auto" and self.compiles
+        )
 
 
 PLAIN: Final = AttentionOptions("sdpa", compiles=False, cascade=False)
@@ -61,11 +72,16 @@ class AttentionChoice:
     @property
     def is_compiled(self) -> bool:
         """Whether it is compiled for this machine when it is first used."""
-        return self.implementation in ("compiled", "triton")
+        return self.implementation in _COMPILED
 
     @classmethod
     def of(
-        cls, options: AttentionOptions, *, device: torch.device, deterministic: bool
+        cls,
+        options: AttentionOptions,
+        *,
+        device: torch.device,
+        deterministic: bool,
+        is_quantised: bool = False,
     ) -> AttentionChoice:
         """Choose by the options and by what this machine can run.
 
@@ -79,7 +95,7 @@ class AttentionChoice:
         if asked == "auto" and not options.compiles:
             return cls("sdpa", "--no-compile", cascade)
         try:
-            return cls(*chosen(asked, device=device), cascade)
+            return cls(*chosen(asked, device=device, is_quantised=is_quantised), cascade)
         except ValueError as error:
             raise ConfigError([f"--attention {asked}: {error}"]) from error
 

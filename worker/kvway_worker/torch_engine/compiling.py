@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -18,7 +19,8 @@ _CACHE_DIR: Final = "TORCHINDUCTOR_CACHE_DIR"
 """Torch's own variable for the folder."""
 
 _THREADS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
-"""More than one are processes of their own, which stay: for a few kernels they do not pay."""
+"""Torch's own variable, too. More than one are processes of their own, which stay: they do not pay
+for a few kernels."""
 
 _TELL_EVERY_S: Final = 10.0
 
@@ -31,32 +33,37 @@ def compiled_home(env: Mapping[str, str]) -> Path:
 
 
 def keep_compiled(env: MutableMapping[str, str]) -> Path | None:
-    """Let torch keep what it compiles, so that the next start finds it.
+    """Let torch keep what it compiles, so that the next start finds it, and compile on one thread.
 
     Several processes may use the folder at the same time: torch locks what it writes.
 
     Args:
-        env: the process's environment; what it says already is left.
+        env: the process's environment; what somebody told torch in it is left.
 
     Returns:
         The folder. None where none can be written: torch takes one for temporary files then.
 
     Mutates:
-        env: names the folder, and one thread to compile with.
+        env: names the folder.
     """
-    env.setdefault(_THREADS, "1")
-    if named := env.get(_CACHE_DIR):
+    from torch._inductor import config
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if _THREADS not in env:
+        config.compile_threads = 1
+    named = env.get(_CACHE_DIR)
+    if named and named != default_cache_dir():  # torch itself writes its default there
         return Path(named)
     folder = compiled_home(env)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{threading.get_native_id()}"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         _log.warning("compiled_kernels_not_kept", folder=str(folder), error=str(error))
         return None
     env[_CACHE_DIR] = str(folder)
+    _log.info("compiled_kernels_kept", folder=str(folder))
     return folder
 
 

@@ -109,7 +109,14 @@ class TorchEngine:
         torch_dtype = _choose_dtype(dtype, torch_device, deterministic=deterministic)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        choice = AttentionChoice.of(attention, device=torch_device, deterministic=deterministic)
+        if attention.may_compile and not deterministic:
+            keep_compiled(os.environ)
+        choice = AttentionChoice.of(
+            attention,
+            device=torch_device,
+            deterministic=deterministic,
+            is_quantised=kv_dtype != "auto",
+        )
         model = HuggingFaceModel(model_dir, dtype=torch_dtype, device=torch_device)
         if deterministic and not model.has_own_decoder:
             problem = (
@@ -242,6 +249,7 @@ class TorchEngine:
         return cascade_costs(
             HeadShape(model.num_heads, model.num_kv_heads, model.head_dim),
             dtype=model.dtype,
+            kv_dtype=self._cache.shape.dtype,
             device=model.device,
             implementation=choice.implementation,
             folder=kvway_home(os.environ) / "attention-costs",
@@ -252,7 +260,7 @@ class TorchEngine:
         if not choice.is_compiled:
             self._small_steps()
             return
-        with told("compiling_attention", kept_in=str(keep_compiled(os.environ))):
+        with told("compiling_attention", implementation=choice.implementation):
             self._small_steps()
 
     def _small_steps(self) -> None:
