@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from typing_extensions import override
 
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
 from kvway_router.block_events import OwnBlocks
@@ -40,15 +41,17 @@ Message = tuple[int, EventBatch]
 class Worker:
     """Holds chains of blocks, numbers its batches, remembers the last few of them."""
 
-    def __init__(self, boot_id: str, *, num_kept: int) -> None:
+    def __init__(self, boot_id: str | None, *, num_kept: int, start_s: float = 0.0) -> None:
         self.boot_id = boot_id
+        self.start_s = start_s
         self.num_kept = num_kept
         self.num_published = 0
         self.held: dict[int, int | None] = {}
         self.kept: list[Message] = []
 
     def publish(self, *events: KVEvent) -> Message:
-        message = self.num_published, EventBatch(ts=0.0, events=events, boot_id=self.boot_id)
+        ts = self.start_s + self.num_published
+        message = self.num_published, EventBatch(ts=ts, events=events, boot_id=self.boot_id)
         self.num_published += 1
         self.kept = [*self.kept, message][-self.num_kept :]
         return message
@@ -75,6 +78,8 @@ class Worker:
 class FeedMachine(RuleBasedStateMachine):
     num_kept = 10_000
     is_forgetful = False
+    is_named = True
+    can_replay = True
     options = FeedOptions(max_pending_batches=4)
 
     def __init__(self) -> None:
@@ -82,7 +87,7 @@ class FeedMachine(RuleBasedStateMachine):
         self.index = BlockIndex()
         self.blocks = OwnBlocks(self.index, REPLICA, block_size=BLOCK_SIZE)
         self.stats = FeedStats()
-        self.state = FeedState(options=self.options, stats=self.stats)
+        self.state = FeedState(options=self.options, stats=self.stats, can_replay=self.can_replay)
         self.num_boots = 0
         self.worker = self.boot()
         self.wire: list[Message] = []
@@ -91,7 +96,11 @@ class FeedMachine(RuleBasedStateMachine):
 
     def boot(self) -> Worker:
         self.num_boots += 1
-        return Worker(f"boot-{self.num_boots}", num_kept=self.num_kept)
+        return Worker(
+            f"boot-{self.num_boots}" if self.is_named else None,
+            num_kept=self.num_kept,
+            start_s=1e6 * self.num_boots,
+        )
 
     def perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -226,11 +235,46 @@ class InOrderFeedMachine(FeedMachine):
         assert self.stats.num_lost == self.stats.num_restarts == self.stats.num_gaps == 0
 
 
-_MORE = settings(max_examples=100, stateful_step_count=40, deadline=None)
+class AnonymousFeedMachine(FeedMachine):
+    """An engine without boot ids, over a connection that loses but keeps order, as ZMQ's do."""
+
+    is_named = False
+    deliver = None  # type: ignore[assignment]
+
+
+class DeafFeedMachine(FeedMachine):
+    """One that cannot be asked either: true again as soon as a batch comes, or less than true."""
+
+    is_named = False
+    can_replay = False
+    is_forgetful = True
+    deliver = None  # type: ignore[assignment]
+
+    @override
+    @rule()
+    def restart(self) -> None:
+        """Its first batch arrives: else nobody could tell it from one that went on."""
+        self.wire.clear()
+        self.worker = self.boot()
+        self.perform(self.state.on_batch(*self.worker.clear()))
+
+    @override
+    @rule()
+    def settle(self) -> None:
+        self.wire.clear()
+        self.perform(self.state.on_batch(*self.worker.store(None, [1])))
+        self.compare()
+
+
+_MORE = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 TestFeed = FeedMachine.TestCase
 TestForgetfulFeed = ForgetfulFeedMachine.TestCase
 TestInOrderFeed = InOrderFeedMachine.TestCase
+TestAnonymousFeed = AnonymousFeedMachine.TestCase
+TestDeafFeed = DeafFeedMachine.TestCase
 TestFeed.settings = _MORE
 TestForgetfulFeed.settings = _MORE
 TestInOrderFeed.settings = _MORE
+TestAnonymousFeed.settings = _MORE
+TestDeafFeed.settings = _MORE

@@ -30,6 +30,7 @@ from kvway_router.snapshots import (
     write_snapshot,
 )
 from tests.router.conftest import MODEL, Bench, StartBench
+from tests.router.zmq_worker import ZmqWorker, stored
 
 BOOTS: dict[str, str | None] = {"a:1": "boot-a", "b:1": None}
 
@@ -220,3 +221,39 @@ async def test_a_snapshot_is_written_again_and_again(stopped: Bench, tmp_path: P
     snapshot = read_snapshot(path)
     assert snapshot is not None
     assert set(snapshot.replicas) == {stopped.replica.replica_id}
+
+
+async def test_feeds_go_on_from_a_snapshot(
+    start_bench: StartBench, encoder: PromptEncoder, tmp_path: Path
+) -> None:
+    async with ZmqWorker() as worker:
+        await worker.publish(stored(11, 12))
+        await worker.publish(stored(13, parent=12))
+        bench = await start_bench(1, index_snapshot=tmp_path / "index.snapshot")
+        ports = {
+            "pub_port": worker.info.pub_port,
+            "replay_port": worker.info.replay_port,
+            "topic": worker.info.topic,
+        }
+        bench.replica.pages["/load"] = (200, bench.replica.load(kv_events=ports))
+        name = bench.replica.replica_id
+        await bench.router.replicas.wait_for(lambda: bench.router.replicas.is_fed(name))
+        assert bench.router.replicas.next_seqs() == {name: 2}
+        await bench.router.drain()
+        asked = len(worker.replays)
+        await worker.publish(stored(14, parent=13), lost=True)
+        async with next_router(bench, encoder) as router:
+            index = router.dispatcher._index
+            await router.replicas.wait_for(lambda: index.num_blocks(name) == 4)
+            assert index.match([11, 12, 13, 14]) == {name: 4}
+            assert 0 not in worker.replays[asked:]
+
+
+def test_what_is_only_expected_is_not_remembered() -> None:
+    index = BlockIndex()
+    index.store("a:1", None, [1, 2])
+    index.speculate("a:1", [1, 2, 3, 4])
+    index.speculate("a:1", [7])
+    other = BlockIndex()
+    other.restore(index.snapshot({"a:1": None}), "a:1")
+    assert sorted(other.blocks("a:1")) == [1, 2]

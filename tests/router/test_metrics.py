@@ -9,6 +9,7 @@ import pytest
 
 from kvway_core.testing.fake_replica import Answer, FakeReplica
 from tests.router.conftest import Bench, StartBench
+from tests.router.zmq_worker import ZmqWorker, stored
 
 # What differs from run to run: times, the process, and the ports of the replicas.
 _VARIES = re.compile(
@@ -108,3 +109,29 @@ async def test_predicted_and_real_times_to_first_token_are_told_per_replica(benc
     assert counted("real_ttft_seconds") == pytest.approx(record["ttft_s"])
     error_s = abs(record["predicted_ttft_s"] - record["ttft_s"])
     assert counted("ttft_error_seconds") == pytest.approx(error_s)
+
+
+async def test_each_feed_is_shown_while_its_replica_is_there(bench: Bench) -> None:
+    async with ZmqWorker() as worker:
+        await worker.publish(stored(11, 12), stored(13, block_size=32))
+        info = worker.info
+        ports = {"pub_port": info.pub_port, "replay_port": info.replay_port, "topic": info.topic}
+        assert not any(name.startswith("kvway_router_kv_feed") for name in await bench.metrics())
+        bench.replica.pages["/load"] = (200, bench.replica.load(kv_events=ports))
+        replicas, name = bench.router.replicas, bench.replica.replica_id
+        await replicas.wait_for(lambda: replicas.is_fed(name))
+        metrics = await bench.metrics()
+        shown = {
+            what: metrics[f'kvway_router_kv_feed_{what}{{replica="{name}"}}']
+            for what in ("up", "batches_total", "events_total", "bad_total", "replays_total")
+        }
+        assert shown == {
+            "up": 1,
+            "batches_total": 1,
+            "events_total": 2,
+            "bad_total": 1,
+            "replays_total": 1,
+        }
+        assert metrics[f'kvway_router_kv_feed_age_seconds{{replica="{name}"}}'] >= 0
+        replicas.set_replicas([])
+        assert not any(name.startswith("kvway_router_kv_feed") for name in await bench.metrics())
