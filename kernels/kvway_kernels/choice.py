@@ -13,18 +13,25 @@ IMPLEMENTATIONS = ("reference", "sdpa", "compiled", "triton")
 """By name: the specification, torch's own operations, torch.compile, kernels for a GPU."""
 
 
-def chosen(implementation: str, *, device: torch.device | str = "cpu") -> tuple[str, str]:
+def chosen(
+    implementation: str, *, device: torch.device | str = "cpu", is_quantised: bool = False
+) -> tuple[str, str]:
     """Return the implementation that a name means on a device, and why, in a few words.
 
     Args:
         implementation: one of `IMPLEMENTATIONS`, or `auto`.
         device: where the caches are.
+        is_quantised: whether they are quantised: what `compiled` cannot read.
 
     Raises:
         ValueError: the name is unknown, or what it names cannot run there; the message says what
             is missing.
     """
     device = torch.device(device)
+    if is_quantised and implementation == "auto":
+        return "sdpa", "quantised blocks"
+    if is_quantised and implementation == "compiled":
+        raise ValueError("'compiled' does not read quantised blocks: take sdpa, or auto")
     if implementation == "auto":
         missing = _missing("compiled", device.type)
         return ("sdpa", missing) if missing else ("compiled", "the fastest here")
