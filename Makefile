@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-decision bench-cascade
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade
 
 help: ## Show what each target does
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv and install kvway into it; does nothing when that is up to date
 
@@ -67,3 +67,6 @@ bench-decision: setup ## Measure hash, match and choose; ARGS="--rounds 5" for l
 
 bench-cascade: setup ## Measure cascade attention; ARGS="--only grid" for parts, "--publish" for the docs
 	@$(BIN)/python -m loadtests.bench_cascade $(ARGS)
+
+bench-tokenize: setup ## Measure tokenizing, whole and piece by piece; ARGS="--rounds 3" for less
+	@$(BIN)/python -m loadtests.bench_tokenize $(ARGS)
