@@ -38,8 +38,8 @@ class PolicyParams:
         chunk_tokens: Prompt tokens that a replica prefills in one step.
         attention_tokens: A: context length at which attention doubles the cost of a token, while
             no replica's is known.
-        max_price: How much more lambda, the price of work, may be than the queue of the idlest
-            replica makes of it.
+        max_price: Most that lambda, the price of work, may be while a replica idles.
+        idlest_weight: How many times what the idlest replica has queued may be added to that.
         kv_weight_s: km: seconds that a replica costs more per whole cache over the threshold.
         kv_threshold: theta: share of the KV blocks that may be taken at no cost.
         default_prefill_tokens_per_s: R while no replica's rate is known.
@@ -56,7 +56,8 @@ class PolicyParams:
 
     chunk_tokens: int = 2048
     attention_tokens: float = 60_000.0
-    max_price: float = 3.0
+    max_price: float = 1.0
+    idlest_weight: float = 4.0
     kv_weight_s: float = 3.0
     kv_threshold: float = 0.8
     default_prefill_tokens_per_s: float = 2_000.0

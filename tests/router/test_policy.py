@@ -136,7 +136,7 @@ def test_a_new_replica_gets_the_next_cold_prompt() -> None:
 
 
 def test_of_tied_candidates_those_with_more_than_their_share_are_passed_by() -> None:
-    """A request weighs as much as 50 blocks; up to a quarter above the mean is a fair share."""
+    """A request weighs as much as 50 blocks; up to a quarter above the mean is fair."""
     assert decide(load("a", blocks_held=41), load("b", blocks_held=7)).replica_id == "b:1"
     assert decide(load("a", in_flight=2), load("b", blocks_held=49)).replica_id == "b:1"
     assert decide(load("a", in_flight=1), load("b", blocks_held=99)).replica_id == "a:1"

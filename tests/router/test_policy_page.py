@@ -37,7 +37,7 @@ def row_of(candidate: Candidate) -> list[str]:
 
 @pytest.mark.parametrize(
     ("number", "first_queue_s", "price", "reason"),
-    [(1, 0.6, 0.5, "prefix"), (2, 1.5, 1.1, "spill")],
+    [(1, 0.6, 0.5, "prefix"), (2, 1.5, 1.0, "spill")],
 )
 def test_the_worked_example_is_what_the_policy_computes(
     number: int, first_queue_s: float, price: float, reason: str

@@ -106,7 +106,7 @@ def weigh(
     taken = (pinned + own_blocks) / np.where(total > 0, total, np.inf)
     kv = params.kv_weight_s * np.maximum(0.0, taken - params.kv_threshold)
     queued_s = queued.tolist()
-    price = price_of_work(queued_s, mean_work_s, most=params.max_price)
+    price = price_of_work(queued_s, mean_work_s, params=params)
 
     ttft = queued + step + own + reload
     ahead = price * work
@@ -137,8 +137,10 @@ def weigh(
     return tuple([candidate for _, _, _, candidate in order]), price
 
 
-def price_of_work(queued_s: Sequence[float], mean_work_s: float | None, *, most: float) -> float:
-    """Returns lambda = min(mean(Q), min(Q) + most * EMA(W)) / EMA(W); 0 while nothing queues.
+def price_of_work(
+    queued_s: Sequence[float], mean_work_s: float | None, *, params: PolicyParams
+) -> float:
+    """Returns lambda = min(mean(Q), 4 min(Q) + EMA(W)) / EMA(W); 0 while nothing queues.
 
     The mean alone holds on to a hot prefix: a burst of siblings makes one queue long and the mean
     of own work small, and then no queue is too long to wait in while others idle. What the idlest
@@ -148,7 +150,8 @@ def price_of_work(queued_s: Sequence[float], mean_work_s: float | None, *, most:
         return 0.0
     # fsum: the order of the replicas must not show in the last digits.
     mean_s, least_s = fsum(queued_s) / len(queued_s), min(queued_s)
-    return min(mean_s, least_s + most * mean_work_s) / mean_work_s
+    bound_s = params.idlest_weight * least_s + params.max_price * mean_work_s
+    return min(mean_s, bound_s) / mean_work_s
 
 
 def _borrow(column: Column, default: float) -> Column:
