@@ -153,7 +153,8 @@ def cascade_attention(  # noqa: PLR0913
             the first T.
 
     Raises:
-        ValueError: a shape or dtype does not fit, or the soft cap is not above zero.
+        ValueError: a shape or dtype does not fit, the soft cap is not above zero, or the plan's
+            implementation does not read quantised caches.
     """
     keys, values = _checked(k_cache, v_cache, step, k_scale, v_scale)
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -165,6 +166,10 @@ def cascade_attention(  # noqa: PLR0913
         )
     if q.dtype != k_cache.dtype and k_scale is None:
         raise ValueError(f"q is {q.dtype}, the caches {k_cache.dtype}")
+    if isinstance(keys, Quantised) and step.implementation == "compiled":
+        raise ValueError(
+            "the step is planned for 'compiled', which does not read quantised caches"
+        )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}: expected above 0, or None")
     if step.implementation == "reference":
@@ -172,6 +177,19 @@ def cascade_attention(  # noqa: PLR0913
             q, keys, values, step.requests, scale=scale, softcap=softcap, window=step.window
         )
         return out.to(q.dtype), lse
+    if step.implementation == "triton":
+        from kvway_kernels.triton.attention import attend  # needs the package triton
+
+        return attend(
+            q,
+            k_cache,
+            v_cache,
+            step,
+            scale=scale,
+            softcap=softcap,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
     return sdpa.attend(q, keys, values, step, scale=scale, softcap=softcap)
 
 

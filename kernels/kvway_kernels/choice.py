@@ -48,14 +48,13 @@ def chosen(
 @functools.cache
 def _missing(implementation: str, device_type: str) -> str:
     """Return what an implementation lacks on a kind of device; empty: nothing."""
-    if implementation == "triton":
-        return "it is not there yet"
-    if implementation != "compiled":
+    if implementation not in ("compiled", "triton"):
         return ""
-    if device_type != "cpu":
-        has_triton = importlib.util.find_spec("triton") is not None
-        return "" if has_triton else "no triton: install the package of that name"
-    return _missing_to_compile()
+    if device_type == "cpu":
+        is_compiled = implementation == "compiled"
+        return _missing_to_compile() if is_compiled else "it needs a CUDA device"
+    has_triton = importlib.util.find_spec("triton") is not None
+    return "" if has_triton else "no triton: install the package of that name"
 
 
 def _missing_to_compile() -> str:

@@ -35,7 +35,7 @@ def attend(
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend as `kvway_kernels.api.cascade_attention` promises; arguments already checked."""
-    is_compiled = plan.implementation == "compiled" and not isinstance(k_cache, Quantised)
+    is_compiled = plan.implementation == "compiled"
     parts = _shared(q, k_cache, v_cache, plan, scale=scale, softcap=softcap)
     if is_compiled and len(plan.decodes) == 1 and plan.decodes[0].num_requests == len(q):
         return _decode_compiled(

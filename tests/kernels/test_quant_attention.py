@@ -6,6 +6,7 @@ second says what quantising costs, for keys and values of a normal distribution.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from kvway_kernels.api import (
     RequestRows,
     SharedRun,
     cascade_attention,
+    chosen,
     paged_attention,
     plan,
     write_kv,
@@ -258,3 +260,21 @@ def test_scales_that_do_not_fit_are_refused() -> None:
         attend(k, v, k_scale=k_scale[..., :1], v_scale=v_scale)
     with pytest.raises(ValueError, match="a block of k_cache or of k_scale is not contiguous"):
         attend(k.mT.contiguous().mT, v, k_scale=k_scale, v_scale=v_scale)
+
+
+def test_a_step_planned_for_what_cannot_read_them_is_refused() -> None:
+    with pytest.raises(ValueError, match="'compiled' does not read quantised blocks"):
+        chosen("compiled", is_quantised=True)
+    assert chosen("auto", is_quantised=True) == ("sdpa", "quantised blocks")
+    world = World(torch.int8, lengths=[(1, 4)])
+    step = dataclasses.replace(world.planned(), implementation="compiled")
+    with pytest.raises(ValueError, match="planned for 'compiled', which does not read quantised"):
+        paged_attention(
+            world.q,
+            world.k_cache.data,
+            world.v_cache.data,
+            step,
+            scale=SCALE,
+            k_scale=world.k_cache.scale,
+            v_scale=world.v_cache.scale,
+        )

@@ -21,7 +21,7 @@ from kvway_kernels.quant import DTYPES, dequantise, quantise
 from kvway_worker.loading import load_model
 from kvway_worker.scheduling.sampling_params import SamplingParams, TokenLogprobs
 from kvway_worker.settings import WorkerSettings
-from kvway_worker.torch_engine import TorchEngine, decoder
+from kvway_worker.torch_engine import AttentionOptions, TorchEngine, decoder
 from kvway_worker.torch_engine.kv_cache import KVShape, PagedKVCache
 from tests.worker.batching import request
 from tests.worker.torch_models import Driver, write_model
@@ -182,6 +182,17 @@ def test_copying_takes_codes_and_scales_of_leading_tokens(kv_dtype: str) -> None
 def test_an_unknown_dtype_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(ConfigError, match="--kv-dtype int4 is not one of auto, int8, fp8_e4m3"):
         engine_of(folder, "int4")
+
+
+@each_dtype
+def test_what_attends_is_told_and_what_cannot_read_quantised_blocks_is_refused(
+    folder: Path, kv_dtype: str
+) -> None:
+    options = AttentionOptions(cascade=False)
+    attends = engine_of(folder, kv_dtype, attention=options).attention()
+    assert (attends.implementation, attends.reason) == ("sdpa", "quantised blocks")
+    with pytest.raises(ConfigError, match=r"--attention compiled: .*not read quantised blocks"):
+        engine_of(folder, kv_dtype, attention=AttentionOptions("compiled"))
 
 
 @pytest.mark.parametrize(
