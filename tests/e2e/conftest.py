@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
+from kvway_core.clock import SystemClock
+from kvway_core.lifecycle import Supervisor
+from kvway_core.prompts import PromptEncoder
+from kvway_core.testing.fake_replica import FakeReplica
+from kvway_router.app import Router
+from kvway_router.settings import RouterSettings
 from tests.e2e.harness import Cluster
+from tests.e2e.routing import PLAIN
+from tests.router.conftest import MODEL, Bench
 
 
 @pytest.fixture
@@ -20,3 +30,46 @@ async def cluster(tmp_path: Path, byte_model: Path) -> AsyncIterator[Cluster]:
             yield cluster
         finally:
             await cluster.close()
+
+
+StartRouters = Callable[..., Awaitable[list[Bench]]]
+
+
+@pytest.fixture
+async def start_routers(byte_model: Path) -> AsyncIterator[StartRouters]:
+    """Starts routers that do not talk, over the same scripted replicas, in the test's loop."""
+    encoder = PromptEncoder.load(byte_model)
+    async with AsyncExitStack() as stack:
+
+        async def start(
+            num_replicas: int, num_routers: int = 1, *, load: dict[str, Any] | None = None,
+            **options: Any,
+        ) -> list[Bench]:  # fmt: skip
+            replicas = [
+                await stack.enter_async_context(FakeReplica(model=MODEL, answer=PLAIN))
+                for _ in range(num_replicas)
+            ]
+            for replica in replicas:
+                # Something waits, so no report says that what the test holds back is computed.
+                replica.pages["/load"] = (200, replica.load(**(load or {"num_waiting": 1})))
+            supervisor = await stack.enter_async_context(Supervisor())
+            client = await stack.enter_async_context(aiohttp.ClientSession())
+            benches = []
+            for _ in range(num_routers):
+                settings = RouterSettings(
+                    model=MODEL,
+                    replica=tuple(replica.url for replica in replicas),
+                    **{"port": 0, "admin_port": 0, "probe_interval_s": 0.5, **options},
+                )
+                router = Router(
+                    settings, name=MODEL, encoder=encoder, supervisor=supervisor,
+                    clock=SystemClock(),
+                )  # fmt: skip
+                await stack.enter_async_context(router)
+                await router.replicas.wait_for(
+                    lambda router=router: len(router.replicas.usable()) == num_replicas
+                )
+                benches.append(Bench(router, replicas, client))
+            return benches
+
+        yield start
