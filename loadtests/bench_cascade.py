@@ -248,7 +248,11 @@ class Bench:
                 device=self.device.type,
                 num_threads=self.args.threads,
                 num_blocks=work.num_blocks(BLOCK_SIZE),
-                attention=AttentionOptions(self.args.implementation, cascade=cascade),
+                attention=AttentionOptions(
+                    self.args.implementation,
+                    cascade=cascade,
+                    costs=self.costs("smollm2", self.args.dtypes[0]),  # of this run, not kept ones
+                ),
             )
             for cascade in (True, False)
         )
