@@ -22,6 +22,7 @@ from tests.kernels.trees import TREES, Shape, Tree
 from tests.kernels.triton_cases import LONG, Errors, errors
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(240)  # the interpreter is slow, and slower where cores are shared
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,6 +127,10 @@ def test_quantised_blocks_are_read_as_what_they_stand_for(
     check(interpreted(triton_cases.quantised_errors, dtype))
 
 
+def test_a_plan_for_triton_is_attended_to_by_the_kernels(interpreted: Interpreter) -> None:
+    assert interpreted(triton_cases.is_what_the_api_calls)
+
+
 def test_where_the_blocks_lie_changes_no_bit(interpreted: Interpreter) -> None:
     assert interpreted(triton_cases.is_moved_without_a_trace)
 
@@ -166,6 +171,8 @@ def test_tensors_on_a_cpu_are_refused_where_kernels_are_compiled() -> None:
 
     case = Tree.of(Shape((), ((1, 5),)), head_dim=16)
     step = plan(case.requests, num_blocks=len(case.k_cache), block_size=16)
+    with pytest.raises(ValueError, match="it needs a CUDA device"):
+        plan(case.requests, num_blocks=9, block_size=16, implementation="triton")
     with pytest.raises(ValueError, match="need a CUDA device"):
         attend(case.q, case.k_cache, case.v_cache, step, scale=1.0)
 

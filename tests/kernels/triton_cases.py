@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvway_kernels.api import cascade_attention
 from kvway_kernels.merging import merge_states
 from kvway_kernels.plan import RequestRows, plan
 from kvway_kernels.quant import BlockLayout, Quantised, dequantise, quantise
@@ -149,6 +150,17 @@ def quantised_errors(dtype: torch.dtype, *, device: str = "cpu") -> Errors:
         v_scale=scales[1],
     )
     return compared(found, replace(case, k_cache=given[0], v_cache=given[1]))
+
+
+def is_what_the_api_calls() -> bool:
+    """Tell whether `cascade_attention` gives the kernels' bits for a plan made for triton."""
+    case = Tree.of(TREES["one prefix"], heads=(2, 1), head_dim=16, softcap=3.0)
+    step = plan(case.requests, num_blocks=len(case.k_cache), block_size=16, shared=case.shared)
+    step = replace(step, implementation="triton")  # which `plan` refuses on a CPU
+    found = cascade_attention(
+        case.q, case.k_cache, case.v_cache, step, scale=case.scale, softcap=case.softcap
+    )
+    return all(torch.equal(a, b) for a, b in zip(found, attended(case), strict=True))
 
 
 def is_moved_without_a_trace() -> bool:
