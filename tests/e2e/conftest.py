@@ -32,6 +32,11 @@ async def cluster(tmp_path: Path, byte_model: Path) -> AsyncIterator[Cluster]:
             await cluster.close()
 
 
+async def all_usable(router: Router, num_replicas: int) -> None:
+    """Waits until a router sees so many replicas ready."""
+    await router.replicas.wait_for(lambda: len(router.replicas.usable()) == num_replicas)
+
+
 StartRouters = Callable[..., Awaitable[list[Bench]]]
 
 
@@ -66,9 +71,7 @@ async def start_routers(byte_model: Path) -> AsyncIterator[StartRouters]:
                     clock=SystemClock(),
                 )  # fmt: skip
                 await stack.enter_async_context(router)
-                await router.replicas.wait_for(
-                    lambda router=router: len(router.replicas.usable()) == num_replicas
-                )
+                await all_usable(router, num_replicas)
                 benches.append(Bench(router, replicas, client))
             return benches
 
