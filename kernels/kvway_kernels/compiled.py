@@ -5,14 +5,17 @@
                          sum over keys of weights x V[slot]      one pass over the values
 
 The compiler fuses the look-up of a slot into both sums, so that nothing as large as the keys is
-ever written. Partial results of shared runs are merged in the same graph. One graph serves any
-number of requests, keys, levels and blocks: these sizes are marked as unknown when it is made.
+ever written. Values are summed up in chunks of 32 keys, and these then: a chunk's values stay in
+the processor's nearest cache while all heads read them, and sums of sums round less. Partial
+results of shared runs are merged in the same graph. One graph serves any number of requests, keys,
+levels and blocks: these sizes are marked as unknown when it is made.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, Final
@@ -109,20 +112,23 @@ def _decode(  # noqa: PLR0913, PLR0917
     """Return out [n, Hq, D] and lse [n, Hq]. The graph; all sizes but heads' are unknown to it."""
     num_kv_heads, head_dim = keys.shape[1:]
     group = q.shape[1] // num_kv_heads
-    grouped = q.float().view(-1, 1, num_kv_heads, group, head_dim)
-    # [n, keys, Hkv, G]
-    scores = (grouped * _taken(keys, slots)[:, :, :, None]).sum(-1) * scale
+    grouped = q.float().view(-1, 1, 1, num_kv_heads, group, head_dim)
+    # [n, chunks, keys of a chunk, Hkv, G]
+    scores = (grouped * _taken(keys, slots)[..., None, :]).sum(-1) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    key = torch.arange(slots.shape[1], device=slots.device)
-    is_seen = (key < lengths[:, None]) & (key >= first_keys[:, None])
-    scores = torch.where(is_seen[:, :, None, None], scores, -torch.inf)
-    largest = scores.amax(1, keepdim=True)
+    num_chunks, size = slots.shape[1:]
+    chunk = torch.arange(num_chunks, device=slots.device)[:, None]
+    key = chunk * size + torch.arange(size, device=slots.device)
+    is_seen = (key < lengths[:, None, None]) & (key >= first_keys[:, None, None])
+    scores = torch.where(is_seen[..., None, None], scores, -torch.inf)
+    largest = scores.amax((1, 2), keepdim=True)
     weights = _exp(scores - largest)
-    total = weights.sum(1).flatten(1)
+    total = weights.sum(2).sum(1).flatten(1)
     # Slots of keys that are not seen are other keys of the request: finite, times zero.
-    summed = (weights[..., None] * _taken(values, slots)[:, :, :, None]).sum(1).flatten(1, 2)
-    largest = largest[:, 0].flatten(1)
+    weighted = weights[..., None] * _taken(values, slots)[..., None, :]
+    summed = weighted.sum(2).sum(1).flatten(1, 2)
+    largest = largest[:, 0, 0].flatten(1)
     if part_out is not None and part_lse is not None:
         highest = torch.maximum(largest, part_lse.amax(0))
         own = torch.exp(largest - highest)
@@ -136,7 +142,7 @@ def _decode(  # noqa: PLR0913, PLR0917
 
 
 def _taken(tokens: Tensor, slots: Tensor) -> Tensor:
-    """Return tokens by their slots, which the plan has checked: float32 [n, keys, Hkv, D]."""
+    """Return tokens by their slots, which the plan has checked: float32 [*slots, Hkv, D]."""
     taken: Tensor = torch.ops.aten._unsafe_index(tokens, [slots])  # noqa: SLF001
     return taken.float()
 
@@ -179,3 +185,33 @@ def _scalar(value: float) -> Tensor:
     """Return a number as a tensor: a graph is not made anew for another one."""
     with torch.inference_mode(mode=False):
         return torch.tensor(value, dtype=torch.float32)
+
+
+def _main() -> None:
+    """Print how long a layer's decode takes, gathered and compiled."""
+    from kvway_kernels.api import cascade_attention, plan
+    from kvway_kernels.rows import RequestRows
+
+    print("requests x keys   sdpa ms   compiled ms   (9 and 3 heads of 64, best of 10)")  # noqa: T201
+    for num_requests, num_blocks in ((1, 64), (8, 64), (16, 16)):
+        total = num_requests * num_blocks
+        order = torch.randperm(total).tolist()
+        tables = [order[i * num_blocks : (i + 1) * num_blocks] for i in range(num_requests)]
+        k_cache, v_cache = torch.randn(2, total, 16, 3, 64)
+        q = torch.randn(num_requests, 9, 64)
+        times = []
+        for name in ("sdpa", "compiled"):
+            requests = [RequestRows(1, 16 * num_blocks, table) for table in tables]
+            step = plan(requests, num_blocks=total, block_size=16, implementation=name)
+            cascade_attention(q, k_cache, v_cache, step, scale=0.125)
+            taken = []
+            for _ in range(10):
+                start = time.perf_counter()
+                cascade_attention(q, k_cache, v_cache, step, scale=0.125)
+                taken.append(time.perf_counter() - start)
+            times.append(1e3 * min(taken))
+        print(f"{num_requests:8} x {16 * num_blocks:4}   {times[0]:7.2f}   {times[1]:11.2f}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    _main()

@@ -14,7 +14,6 @@ attended to one by one, in tiles of rows. Partial results merge exactly.
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from kvway_kernels.blocks import BlockIds, block_ids, int64
 from kvway_kernels.choice import chosen
+from kvway_kernels.groups import DecodeGroup, decode_group, grouped
 from kvway_kernels.rows import (
     PrivateRows,
     RequestRows,
@@ -38,17 +38,17 @@ from kvway_kernels.tiles import PrefillRows, compute_dtype, fixed_rows, prefill_
 
 __all__ = ["DecodeGroup", "PagedPlan", "RequestRows", "SharedPass", "SharedRun", "plan"]
 
-_GROUP_TOKENS = 16_384
-"""Keys per call of a decode group: bounds what is copied or kept of scores, which must stay in
-the processor's cache."""
-
-_GROUP_FILL = 0.75
-"""A decode group pads its members to the longest; at least this share of the keys is real."""
+_PIECE_KEYS = 1024
+_PIECE_ROWS = 16
+_MAX_PIECES = 8
+"""A shared run for many rows is attended to in pieces of so many keys, which torch's operation
+then finds in the processor's cache for each of its tiles of rows; few rows are one tile anyway.
+What the pieces give is kept until it is merged: so there are at most 8, each larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPass:
-    """One shared run, ready to be attended to by all rows of its members.
+    """One shared run, or a piece of it, ready to be attended to by all rows of its members.
 
     Attributes:
         rows: the rows: int64 [num_rows], or a slice where they follow each other.
@@ -67,40 +67,6 @@ class SharedPass:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Requests of one row each, attended to together.
-
-    Attributes:
-        rows: their rows in the packed step: int64 [n].
-        tables: the blocks of their private keys, padded with the request's own first one, so that
-            nothing of another request, and nothing never written, is ever read: int64 [n, blocks].
-        lengths: their private keys: int64 [n].
-        first_keys: the first that the row's window shows: int64 [n], 0 where there is no window.
-        lone_blocks: where there is one request: its blocks, as a slice if they follow each other.
-        slots: for `compiled`: where the keys are, int64 [n, num_keys]. Where a row sees no key,
-            its request's first private one is. Else empty.
-        is_whole_step: the rows are all rows of the step, in order.
-        num_keys: private keys of the longest.
-        is_even: nothing is padded and nothing hidden.
-    """
-
-    rows: Tensor
-    tables: Tensor
-    lengths: Tensor
-    first_keys: Tensor
-    lone_blocks: BlockIds | None
-    slots: Tensor
-    is_whole_step: bool
-    num_keys: int
-    is_even: bool
-
-    @property
-    def num_requests(self) -> int:
-        """Requests in the group."""
-        return len(self.rows)
-
-
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class PagedPlan:
     """A step, ready for every layer. Made by `plan`.
@@ -112,7 +78,7 @@ class PagedPlan:
         shared: the runs that are read once: those given, without those that a window cuts.
         window: keys that a row sees, its own included; None: all.
         private: per request, what is left of its keys.
-        passes: the shared runs.
+        passes: the shared runs, the long ones in pieces.
         num_levels: of the passes.
         prefills: the requests with several rows.
         decodes: those with one row.
@@ -211,7 +177,8 @@ def plan(  # noqa: PLR0913
     like = torch.empty(0, dtype=dtype, device=device)
     make = fixed_rows if fixed_shapes else prefill_rows
     num_rows = sum(request.num_queries for request in requests)
-    levels = _levels(used)
+    pieces = [piece for run in used for piece in _pieces(run, private, block_size)]
+    levels = _levels(pieces)
     key = next(_keys)
     made = PagedPlan(
         num_rows=num_rows,
@@ -222,19 +189,19 @@ def plan(  # noqa: PLR0913
         private=tuple(private),
         passes=tuple(
             _pass(run, level, requests, private, block_size=block_size, like=like)
-            for run, level in zip(used, levels, strict=True)
+            for run, level in zip(pieces, levels, strict=True)
         ),
         num_levels=max(levels, default=-1) + 1,
         prefills=tuple(make(rows, like=like) for rows in several),
         decodes=tuple(
-            _decode_group(
+            decode_group(
                 group,
                 num_rows=num_rows,
                 block_size=block_size,
                 device=device,
                 with_slots=name == "compiled",
             )
-            for group in _grouped(singles)
+            for group in grouped(singles)
         ),
         implementation=name,
         num_blocks=num_blocks,
@@ -263,6 +230,18 @@ def _check_ids(index: int, blocks: Sequence[int], num_blocks: int) -> None:
 
 def _blocks(requests: Sequence[RequestRows], run: SharedRun) -> Sequence[int]:
     return requests[run.members[0]].block_table[run.first_block : run.end_block]
+
+
+def _pieces(
+    run: SharedRun, private: Sequence[PrivateRows], block_size: int
+) -> Iterator[SharedRun]:
+    num_rows = sum(private[member].num_rows for member in run.members)
+    size = max(-(-_PIECE_KEYS // block_size), -(-run.num_blocks // _MAX_PIECES))
+    if num_rows < _PIECE_ROWS or run.num_blocks < 2 * size:
+        yield run
+        return
+    for first in range(run.first_block, run.end_block, size):
+        yield run._replace(first_block=first, num_blocks=min(size, run.end_block - first))
 
 
 def _levels(shared: Sequence[SharedRun]) -> list[int]:
@@ -316,63 +295,24 @@ def _new_slots(private: Sequence[PrivateRows], block_size: int) -> Tensor:
     return int64(slots) if slots else torch.zeros(0, dtype=torch.int64)
 
 
-def _grouped(singles: Sequence[PrivateRows]) -> Iterator[list[PrivateRows]]:
-    """Split decode requests into groups of similar length, each bounded and in order of rows."""
-    group: list[PrivateRows] = []
-    longest = num_real = 0
-    for rows in sorted(singles, key=lambda rows: rows.num_keys, reverse=True):
-        padded = longest * (len(group) + 1)
-        fits = padded <= _GROUP_TOKENS and num_real + rows.num_keys >= _GROUP_FILL * padded
-        if group and not fits:
-            yield sorted(group, key=lambda rows: rows.row)
-            group = []
-        if not group:
-            longest, num_real = rows.num_keys, 0
-        group.append(rows)
-        num_real += rows.num_keys
-    if group:
-        yield sorted(group, key=lambda rows: rows.row)
-
-
-def _decode_group(
-    group: Sequence[PrivateRows],
-    *,
-    num_rows: int,
-    block_size: int,
-    device: torch.device,
-    with_slots: bool,
-) -> DecodeGroup:
-    num_keys = max(rows.num_keys for rows in group)
-    width = max(len(rows.blocks) for rows in group)
-    buffer = array("q")
-    for rows in group:
-        buffer.extend(rows.blocks)
-        buffer.extend([rows.blocks[0]] * (width - len(rows.blocks)))
-    tables = torch.frombuffer(buffer, dtype=torch.int64).view(len(group), width).to(device)
-    lengths = int64([rows.num_keys for rows in group]).to(device)
-    first_keys = int64([max(0, rows.first_key) for rows in group]).to(device)
-    slots = tables.new_zeros(0, 0)
-    if with_slots:
-        slots = _seen_slots(tables, lengths, first_keys, num_keys, block_size)
-    return DecodeGroup(
-        rows=int64([rows.row for rows in group]).to(device),
-        tables=tables,
-        lengths=lengths,
-        first_keys=first_keys,
-        lone_blocks=block_ids(group[0].blocks, device) if len(group) == 1 else None,
-        slots=slots,
-        is_whole_step=len(group) == num_rows,
-        num_keys=num_keys,
-        is_even=all(rows.num_keys == num_keys and rows.first_key <= 0 for rows in group),
+def _main() -> None:
+    """Print how the blocks of a small step are read."""
+    tables = ([7, 2, 9, 4], [7, 2, 5], [1, 3])
+    requests = [RequestRows(1, 16 * len(table), table) for table in tables]
+    step = plan(
+        requests,
+        num_blocks=10,
+        block_size=16,
+        shared=[SharedRun((0, 1), 0, 2)],
+        implementation="sdpa",
     )
+    for index, (request, rows) in enumerate(zip(requests, step.private, strict=True)):
+        print(f"request {index}: blocks {request.block_table}, for itself {rows.blocks}")  # noqa: T201
+    for run in step.shared:
+        print(f"read once for requests {run.members}: {_blocks(requests, run)}")  # noqa: T201
+    for group in step.decodes:
+        print(f"together: rows {group.rows.tolist()}, up to {group.num_keys} private keys each")  # noqa: T201
 
 
-def _seen_slots(
-    tables: Tensor, lengths: Tensor, first_keys: Tensor, num_keys: int, block_size: int
-) -> Tensor:
-    """Return the slots of each request's keys; the first one's where its row sees none."""
-    within = torch.arange(block_size, device=tables.device)
-    slots = (tables[:, :, None] * block_size + within).flatten(1)[:, :num_keys]
-    key = torch.arange(num_keys, device=tables.device)
-    is_seen = (key < lengths[:, None]) & (key >= first_keys[:, None])
-    return torch.where(is_seen, slots, slots[:, :1])
+if __name__ == "__main__":
+    _main()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvway_kernels import reference
-from kvway_kernels.api import RequestRows, SharedRun, cascade_attention, plan
+from kvway_kernels.api import PagedPlan, RequestRows, SharedRun, cascade_attention, plan
 
 BLOCK_SIZE = 16
 
@@ -116,9 +116,9 @@ class Tree:
             window,
         )
 
-    def run(self, implementation: str) -> tuple[Tensor, Tensor]:
-        """Attend, with the runs shared."""
-        step = plan(
+    def planned(self, implementation: str) -> PagedPlan:
+        """Plan, with the runs shared."""
+        return plan(
             self.requests,
             num_blocks=len(self.k_cache),
             block_size=BLOCK_SIZE,
@@ -127,8 +127,16 @@ class Tree:
             implementation=implementation,
             window=self.window,
         )
+
+    def run(self, implementation: str) -> tuple[Tensor, Tensor]:
+        """Attend."""
         return cascade_attention(
-            self.q, self.k_cache, self.v_cache, step, scale=self.scale, softcap=self.softcap
+            self.q,
+            self.k_cache,
+            self.v_cache,
+            self.planned(implementation),
+            scale=self.scale,
+            softcap=self.softcap,
         )
 
     def specified(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
