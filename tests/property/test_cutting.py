@@ -86,3 +86,8 @@ def test_pieces_are_as_long_as_they_must_be(text: str) -> None:
     cutter = replace(Cutter.of(tokenizer_of("llama 3", "plain")), min_special=10, min_inner=20)
     *full, _ = ["", *pieces(text, cutter)]
     assert all(len(piece) >= 10 for piece in full[1:])
+
+
+def test_a_space_that_an_added_token_takes_along_is_not_cut_off() -> None:
+    cutter = Cutter.of(tokenizer_of("gpt-2", "stripping")).often()
+    assert list(pieces("<|r|> foo bar", cutter)) == ["<|r|> foo", " bar"]
