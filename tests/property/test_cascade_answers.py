@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvway_worker.scheduling.sampling_params import SamplingParams
 from kvway_worker.scheduling.sequence import Sequence as Request
 from kvway_worker.torch_engine import AttentionOptions, TorchEngine
-from kvway_worker.torch_engine.attention import ALWAYS
+from kvway_worker.torch_engine.attention import ALWAYS, PLAIN
 from tests.worker.torch_models import Driver, write_model
 
 pytestmark = pytest.mark.property
@@ -67,15 +67,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"))
 
 
-def engine_of(folder: Path, **options: AttentionOptions) -> TorchEngine:
+def engine_of(folder: Path, attention: AttentionOptions = PLAIN) -> TorchEngine:
     return TorchEngine(
-        folder, dtype="float32", device="cpu", num_blocks=NUM_BLOCKS, block_size=BLOCK, **options
+        folder,
+        dtype="float32",
+        device="cpu",
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK,
+        attention=attention,
     )
 
 
 @pytest.fixture(scope="module")
 def sharing(folder: Path) -> TorchEngine:
-    return engine_of(folder, attention=AttentionOptions("sdpa", costs=ALWAYS))
+    return engine_of(folder, AttentionOptions("sdpa", costs=ALWAYS))
 
 
 @pytest.fixture(scope="module")
