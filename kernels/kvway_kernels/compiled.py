@@ -148,10 +148,10 @@ def _taken(tokens: Tensor, slots: Tensor) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """Return exp(x) for x <= 0, within 2 units in the last place; below -87: zero.
+    """Return exp(x) for x <= 0, with a relative error below 2e-7; below -87: zero.
 
-    x = n ln(2) + r; the power of two is put together from its bits. Three times as fast as what
-    the compiler makes of `torch.exp` without AVX-512.
+    x = n ln(2) + r; the power of two is put together from its bits. Only operations that the
+    vectors of any CPU have.
     """
     n = torch.round(torch.clamp(x, min=-88.0) * _LOG2_E)
     r = (torch.clamp(x, min=-88.0) - n * _LN2_HIGH) - n * _LN2_LOW

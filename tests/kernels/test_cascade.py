@@ -223,6 +223,7 @@ def test_a_log_sum_exp_of_another_base_is_noticed(monkeypatch: pytest.MonkeyPatc
         return out, lse / math.log(2)
 
     case = Tree.of(TREES["one prefix"])
+    dense.check_flash()
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", in_base_2)
     out, _ = case.run("sdpa")  # checked before
     assert relative_error(out, case.specified()[0]) > 100 * BUDGET[torch.float32]
@@ -247,3 +248,10 @@ def test_auto_takes_what_can_run_and_says_why(monkeypatch: pytest.MonkeyPatch) -
 def test_a_missing_compiler_is_named() -> None:
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         assert "install g++" in choice._missing_to_compile()
+
+
+def test_exp_of_the_graph_is_exact_to_single_precision() -> None:
+    x = -torch.linspace(0, 86.9, 100_001)
+    exact = torch.exp(x.double())
+    assert float(((compiled._exp(x) - exact) / exact).abs().max()) < 2e-7
+    assert not compiled._exp(torch.tensor([-87.5, -1e30, -torch.inf])).any()
