@@ -95,14 +95,13 @@ class Runner:
             RequestRows(end - start, end, order[i * share : (i + 1) * share])
             for i, (_, start, end) in enumerate(parts)
         ]
+        step = plan(requests, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, implementation="sdpa")
         with torch.inference_mode():
             return self.model.forward(
                 torch.tensor([t for tokens, start, end in parts for t in tokens[start:end]]),
                 torch.tensor([p for _, start, end in parts for p in range(start, end)]),
                 keep=torch.tensor(list(keep), dtype=torch.int64),
-                step=StepContext(
-                    self.cache, plan(requests, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
-                ),
+                step=StepContext(self.cache, step),
             )
 
 
@@ -205,30 +204,62 @@ def test_no_weight_is_held_twice(tmp_path: Path) -> None:
 
 
 needs_bfloat16 = pytest.mark.skipif(
-    not linear.can_pack(torch.bfloat16, CPU), reason="no bfloat16 in hardware"
+    not linear.choice(torch.bfloat16, CPU, same_bits=True)((1, 1)),
+    reason="no bfloat16 in hardware",
 )
 
 
-@needs_bfloat16
+@pytest.mark.parametrize(
+    ("dtype", "rtol", "atol"),
+    [
+        (torch.float32, 1e-5, 1e-5),
+        pytest.param(torch.bfloat16, 2**-7, 2e-2, marks=needs_bfloat16),
+    ],
+)
 @pytest.mark.parametrize("num_rows", [0, 1, 7, 64, 300])
-def test_a_packed_product_is_the_plain_one(num_rows: int) -> None:
+def test_a_packed_product_is_the_plain_one(
+    num_rows: int, dtype: torch.dtype, rtol: float, atol: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(96, 48, generator=generator).bfloat16()
-    bias = torch.randn(96, generator=generator).bfloat16()
-    wide = torch.randn(num_rows, 64, generator=generator).bfloat16()
+    weight = torch.randn(96, 48, generator=generator).to(dtype)
+    bias = torch.randn(96, generator=generator).to(dtype)
+    wide = torch.randn(num_rows, 64, generator=generator).to(dtype)
     rows = wide[:, :48]  # as a model may give them: not contiguous
     for b in (None, bias):
         with torch.inference_mode():
             found = linear.product(weight, b, pack=True)(rows).double()
         exact = rows.double() @ weight.double().T + (0 if b is None else b.double())
         assert found.shape == exact.shape
-        assert torch.allclose(found, exact, rtol=2**-7, atol=2e-2)
+        assert torch.allclose(found, exact, rtol=rtol, atol=atol)
 
 
-def test_only_bfloat16_on_a_cpu_is_packed() -> None:
-    """The deterministic mode is float32: its products stay as they are."""
-    assert not linear.can_pack(torch.float32, CPU)
-    assert not linear.can_pack(torch.bfloat16, torch.device("cuda"))
+def test_what_is_to_have_the_same_bits_is_not_chosen_by_measuring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(linear, "is_faster_packed", lambda _: True)
+    assert linear.choice(torch.float32, CPU, same_bits=False)((3072, 576))
+    assert not linear.choice(torch.float32, CPU, same_bits=True)((3072, 576))
+    assert not linear.choice(torch.bfloat16, torch.device("cuda"), same_bits=False)((3072, 576))
+
+
+@pytest.mark.parametrize("packed_s", [0.5, 0.95, 2.0])
+def test_float32_weights_are_packed_where_that_is_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch, packed_s: float
+) -> None:
+    clock = [0.0]
+
+    def product(weight: torch.Tensor, bias: None, *, pack: bool) -> linear.Product:
+        def multiply(x: torch.Tensor) -> torch.Tensor:
+            clock[0] += packed_s if pack else 1.0
+            return x
+
+        return multiply
+
+    monkeypatch.setattr(linear, "product", product)
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    measure = linear.is_faster_packed.__wrapped__
+    assert measure((1024, 1024)) is (packed_s < 0.9)
+    assert measure((512, 1024)) is False
 
 
 @needs_bfloat16

@@ -22,7 +22,7 @@ from torch.nn.functional import embedding, rms_norm, silu
 
 from kvway_kernels.api import PagedPlan, paged_attention, write_kv
 from kvway_worker.torch_engine.kv_cache import PagedKVCache
-from kvway_worker.torch_engine.linear import Product, can_pack, joined, product
+from kvway_worker.torch_engine.linear import ChoosesPacked, Product, choice, joined, product
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 """What it computes, by transformers' names."""
@@ -90,22 +90,25 @@ class Decoder:
 
     Args:
         model: a causal language model that `supports` accepts. Its layers are empty afterwards.
+        same_bits: choose nothing by measuring: every start computes alike, bit for bit.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, same_bits: bool = False) -> None:
         config, body = model.config, model.model
         self._num_heads: int = config.num_attention_heads
         self._num_kv_heads: int = config.num_key_value_heads
         self._head_dim: int = body.layers[0].self_attn.head_dim
         self._embedding: Tensor = body.embed_tokens.weight.detach()
-        pack = can_pack(self._embedding.dtype, self._embedding.device)
+        dtype, device = self._embedding.dtype, self._embedding.device
+        packed = choice(dtype, device, same_bits=same_bits)
         self._rotary = body.rotary_emb
-        self._layers = [_layer(module, pack=pack) for module in body.layers]
+        self._layers = [_layer(module, packed) for module in body.layers]
         self._norm = Norm.of(body.norm)
         head: Tensor = model.lm_head.weight.detach()
         is_tied = head.data_ptr() == self._embedding.data_ptr()
         # The embedding is read row by row, in its plain layout: packing it would be a second copy.
-        self._head = product(head, None, pack=pack and not is_tied)
+        num_out, num_in = head.shape
+        self._head = product(head, None, pack=not is_tied and packed((num_out, num_in)))
 
     def __call__(
         self,
@@ -197,17 +200,17 @@ def _is_plain(layer: Any, config: Any) -> bool:
     return all(type(linear) is torch.nn.Linear for linear in linears)
 
 
-def _layer(module: Any, *, pack: bool) -> Layer:
+def _layer(module: Any, packed: ChoosesPacked) -> Layer:
     attention, feed = module.self_attn, module.mlp
     has_norms = hasattr(attention, "q_norm")
     return Layer(
         attention_norm=Norm.of(module.input_layernorm),
-        qkv=joined([attention.q_proj, attention.k_proj, attention.v_proj], pack=pack),
+        qkv=joined([attention.q_proj, attention.k_proj, attention.v_proj], packed=packed),
         q_norm=Norm.of(attention.q_norm) if has_norms else None,
         k_norm=Norm.of(attention.k_norm) if has_norms else None,
-        output=joined([attention.o_proj], pack=pack),
+        output=joined([attention.o_proj], packed=packed),
         scale=attention.scaling,
         feed_norm=Norm.of(module.post_attention_layernorm),
-        gate_up=joined([feed.gate_proj, feed.up_proj], pack=pack),
-        down=joined([feed.down_proj], pack=pack),
+        gate_up=joined([feed.gate_proj, feed.up_proj], packed=packed),
+        down=joined([feed.down_proj], packed=packed),
     )

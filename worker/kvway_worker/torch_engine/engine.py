@@ -117,7 +117,9 @@ class TorchEngine:
             deterministic=deterministic,
             is_quantised=kv_dtype != "auto",
         )
-        model = HuggingFaceModel(model_dir, dtype=torch_dtype, device=torch_device)
+        model = HuggingFaceModel(
+            model_dir, dtype=torch_dtype, device=torch_device, same_bits=deterministic
+        )
         if deterministic and not model.has_own_decoder:
             problem = (
                 f"--deterministic does not work with this model of type {model.model_type!r}: "

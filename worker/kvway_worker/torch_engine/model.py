@@ -139,6 +139,7 @@ class HuggingFaceModel:
         device: where they go.
         own_decoder: compute families that `decoder` knows with it; False leaves every model to
             transformers, to compare the two.
+        same_bits: every start computes alike, bit for bit: nothing is chosen by measuring.
 
     Raises:
         ConfigError: the folder cannot be read, weights are missing, or the architecture is one
@@ -146,14 +147,21 @@ class HuggingFaceModel:
     """
 
     def __init__(
-        self, folder: Path, *, dtype: torch.dtype, device: torch.device, own_decoder: bool = True
+        self,
+        folder: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        own_decoder: bool = True,
+        same_bits: bool = False,
     ) -> None:
         AttentionInterface.register(ATTENTION_NAME, _attend)
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         self._config = _read_config(folder)
         text = self._config.get_text_config()
         model = _load_weights(folder, self._config, dtype=dtype, device=device)
-        self._model = Decoder(model) if own_decoder and supports(model) else model
+        is_ours = own_decoder and supports(model)
+        self._model = Decoder(model, same_bits=same_bits) if is_ours else model
         self.dtype = dtype
         self.device = device
         self.vocab_size: int = text.vocab_size
