@@ -31,7 +31,7 @@ _MEASURED_BYTES: Final = 64 * 2**20
 """Weights that a measured product goes through, so that they come from memory, as in a model."""
 
 _MIN_BYTES: Final = 4 * 2**20
-"""Smaller weights stay plain: there is little to gain, and measuring takes its time at the start."""
+"""Smaller weights stay plain: there is little to gain, and measuring takes time at the start."""
 
 _MIN_GAIN: Final = 1.1
 """How much faster packed has to be, over all numbers of rows, for a weight to be packed."""
