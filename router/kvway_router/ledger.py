@@ -14,7 +14,7 @@ routers. A report that is too old is ignored, and the router's own count always 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
 from statistics import fmean
@@ -22,6 +22,7 @@ from typing import Final, Self
 
 from kvway_core.api import LoadReport
 from kvway_core.clock import Clock
+from kvway_router.loads import Loads
 from kvway_router.policy import (
     Candidate,
     PolicyParams,
@@ -53,10 +54,13 @@ class _Account:
 
     __slots__ = (
         "charges",
+        "due_s",
         "foreign_prefills",
         "foreign_requests",
         "foreign_tokens",
         "forgotten",
+        "has_fresh_report",
+        "load",
         "num_blocks",
         "num_blocks_unseen",
         "num_prefills",
@@ -85,6 +89,9 @@ class _Account:
         self.foreign_requests = 0
         self.foreign_tokens = 0.0
         self.forgotten = False
+        self.has_fresh_report = False
+        self.load: ReplicaLoad | None = None
+        self.due_s = -math.inf
         self.stretch: PrefillSample | None = None
         self.stretch_s = 0.0
 
@@ -133,6 +140,7 @@ class Charge:
         account.uncached_tokens += self.uncached_tokens
         account.num_blocks += self.num_blocks
         account.num_blocks_unseen += self.num_blocks
+        account.load = None
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -152,6 +160,7 @@ class Charge:
             self._ledger.prefilled(self._account, self)
         elif self._last_token_s is not None:
             self._account.rates.gap(now - self._last_token_s)
+            self._account.load = None
         self._last_token_s = now
 
     def recount(self, num_tokens: int) -> None:
@@ -163,6 +172,7 @@ class Charge:
         self._account.uncached_tokens += uncached - self.uncached_tokens
         self._account.prefill_tokens += work - self.work_tokens
         self.uncached_tokens, self.work_tokens = uncached, work
+        self._account.load = None
 
     def close(self) -> None:
         """Release everything: the answer is complete, failed or nobody waits for it any more."""
@@ -172,6 +182,7 @@ class Charge:
         self.expect_prefilled()
         account = self._account
         account.charges.discard(self)
+        account.load = None
         account.num_blocks -= self.num_blocks
         if not self._seen:
             account.num_blocks_unseen -= self.num_blocks
@@ -207,6 +218,7 @@ class Charge:
     def _release_prefill(self) -> None:
         self._prefilling = False
         account = self._account
+        account.load = None
         account.num_prefills -= 1
         account.uncached_tokens -= self.uncached_tokens
         # Sums of floats drift; an empty queue is exactly empty.
@@ -235,6 +247,7 @@ class Ledger:
         self._accounts: dict[str, _Account] = {}
         self._unknown = self._new_account()
         """Stands for any replica that was neither sent nor reported anything; never charged."""
+        self._loads = Loads((), params)
         self._numbers = count()
         self.mean_work_s: float | None = None
         """Running mean of the own work of chosen candidates, seconds: for the policy."""
@@ -271,6 +284,7 @@ class Ledger:
         where it has measured any, replace those seen from here.
         """
         account = self._account(replica_id)
+        account.load = None
         account.report = report
         account.reported_s = self.now()
         account.foreign_tokens = max(0.0, report.waiting_uncached_tokens - account.uncached_tokens)
@@ -287,28 +301,45 @@ class Ledger:
         for charge in account.charges:
             charge.see(asked_s=asked_s, nothing_waits=nothing_waits)
 
-    def loads(self, replicas: Iterable[tuple[str, int]]) -> list[ReplicaLoad]:
+    def loads(self, replicas: Iterable[tuple[str, int]]) -> Loads:
         """Returns the load of each replica now, in order.
+
+        What did not change since the last call is not reckoned again.
 
         Args:
             replicas: Id and blocks listed in the index of each.
         """
-        now, found = self.now(), []
-        for replica_id, held in replicas:
-            account = self._accounts.get(replica_id, self._unknown)
-            if account.promises:
-                self._keep_up(account)
-            report = account.report
-            if report is None or now - account.reported_s > self._stale_after_s:
-                report = None
-                account.rates.distrust_report()
-            found.append((replica_id, held, account, report, account.rates.prefill_tokens_per_s))
-        known = [rate for *_, rate in found if rate]
-        fleet_rate = fmean(known) if known else self._params.default_prefill_tokens_per_s
-        return [
-            _load(replica_id, account, report, blocks_held=held, rate=rate, fleet_rate=fleet_rate)
-            for replica_id, held, account, report, rate in found
-        ]
+        now, pairs, before = self.now(), list(replicas), self._loads
+        names = [replica_id for replica_id, _ in pairs]
+        accounts = [self._accounts.get(name, self._unknown) for name in names]
+        is_same = before.ids == names
+        changed: Sequence[int] = range(len(names))
+        if is_same:
+            rows = enumerate(zip(accounts, pairs, before, strict=True))
+            changed = [
+                place
+                for place, (account, (_, held), load) in rows
+                if account.load is not load or load.blocks_held != held or now >= account.due_s
+            ]
+            if not changed:
+                return before
+        for place in changed:
+            self._keep_up(accounts[place], now)
+        fleet_rate = None
+        if any(accounts[place].rates.prefill_tokens_per_s is None for place in changed):
+            known = [rate for each in accounts if (rate := each.rates.prefill_tokens_per_s)]
+            fleet_rate = fmean(known) if known else self._params.default_prefill_tokens_per_s
+        loads = {}
+        for place in changed:
+            account = accounts[place]
+            load = _load(*pairs[place], account, fleet_rate=fleet_rate)
+            loads[place] = load
+            if account is not self._unknown:
+                account.load = load
+        self._loads = (
+            before.replaced(loads) if is_same else Loads(list(loads.values()), self._params)
+        )
+        return self._loads
 
     def num_in_flight(self, replica_id: str) -> int:
         """Counts the requests of this router at a replica that are not finished."""
@@ -324,6 +355,7 @@ class Ledger:
         account.report = None
         account.rates = self._new_rates()
         account.stretch = None
+        account.load = None
         self.closed(replica_id, account)
 
     # -- for Charge -----------------------------------------------------------------------------
@@ -389,30 +421,34 @@ class Ledger:
             promises[:] = [p for p in promises if p[2].is_prefilling]
             heapify(promises)
 
-    def _keep_up(self, account: _Account) -> None:
-        """Takes what was promised for done, unless the replica itself tells how far it is."""
+    def _keep_up(self, account: _Account, now: float) -> None:
+        """Sees whether the report is too old; if so, takes what was promised for done."""
+        account.has_fresh_report = self._fresh_report(account) is not None
         promises = account.promises
-        if not promises or self._fresh_report(account) is not None:
-            return
-        now = self.now()
-        while promises and promises[0][0] <= now:
-            heappop(promises)[2].expect_prefilled()
+        if account.has_fresh_report:
+            account.due_s = account.reported_s + self._stale_after_s
+        else:
+            account.rates.distrust_report()
+            while promises and promises[0][0] <= now:
+                heappop(promises)[2].expect_prefilled()
+            account.due_s = promises[0][0] if promises else math.inf
+        if account.rates.prefill_tokens_per_s is None:
+            account.due_s = -math.inf  # its queue is reckoned by the rates of the others
 
 
 def _load(
-    replica_id: str,
-    account: _Account,
-    report: LoadReport | None,
-    *,
-    blocks_held: int,
-    rate: float | None,
-    fleet_rate: float,
+    replica_id: str, blocks_held: int, account: _Account, *, fleet_rate: float | None
 ) -> ReplicaLoad:
-    """Puts an account and a report that is not too old together."""
+    """Puts an account and its report, if that is not too old, together.
+
+    `fleet_rate` is there if the replica's own is not known.
+    """
+    rate = account.rates.prefill_tokens_per_s
     tokens, num_prefills = account.prefill_tokens, account.num_prefills
     queued_tokens = float(account.uncached_tokens)
     in_flight, blocks_pinned = len(account.charges), account.num_blocks
-    if report is not None:
+    report = account.report
+    if report is not None and account.has_fresh_report:
         tokens += account.foreign_tokens
         queued_tokens += account.foreign_tokens
         num_prefills += account.foreign_prefills
@@ -424,13 +460,13 @@ def _load(
     least_step_s = account.rates.decode_step_s or 0.0
     return ReplicaLoad(
         replica_id,
-        queued_prefill_s=tokens / (rate or fleet_rate),
+        queued_prefill_s=tokens / (rate or fleet_rate or 1.0),
         queued_tokens=queued_tokens,
         num_prefills=num_prefills,
         decode_step_s=least_step_s if in_flight else 0.0,
         prefill_tokens_per_s=rate,
         blocks_pinned=blocks_pinned,
-        blocks_total=account.report.blocks.total if account.report else None,
+        blocks_total=report.blocks.total if report else None,
         in_flight=in_flight,
         blocks_held=blocks_held,
         attention_tokens=account.rates.attention_tokens,

@@ -21,12 +21,15 @@ How the cost is made of them is in `policies/weighing.py`, which candidate is ta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import xxhash
+from typing_extensions import override
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvway_router.policies.reasons import Reason
 
 
@@ -68,8 +71,7 @@ class PolicyParams:
     placement_factor: float = 1.25
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, gc=False):
     """What the choice needs to know of a request.
 
     Attributes:
@@ -166,33 +168,94 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     cost_s: float
 
 
-@dataclass(frozen=True, slots=True)
+class Weighed(Protocol):
+    """What every candidate of a decision would cost.
+
+    Attributes:
+        matched: Leading blocks of the prompt that each holds.
+        price: lambda, without unit.
+    """
+
+    matched: list[int]
+    price: float
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Returns all candidates, the cheapest first."""
+        ...
+
+
 class Decision:
-    """The choice and all that it was made from.
+    """The choice and all that it was made from. What only a reader wants is made when it is read.
 
     Attributes:
         replica_id: The chosen replica.
         reason: Why, as one word.
-        detail: Why, as a sentence with the numbers.
-        candidates: All candidates, the cheapest first; the chosen one is `chosen`.
+        chosen: The candidate that was chosen.
+        num_candidates: How many there were.
+        reachable_blocks: Leading blocks of the prompt at the candidate that holds the most.
         price_of_work: lambda, without unit.
     """
 
-    replica_id: str
-    reason: Reason
-    detail: str
-    candidates: tuple[Candidate, ...]
-    price_of_work: float
+    __slots__ = (
+        "_candidates",
+        "_detail",
+        "chosen",
+        "num_candidates",
+        "price_of_work",
+        "reachable_blocks",
+        "reason",
+        "replica_id",
+    )
+
+    def __init__(
+        self,
+        chosen: Candidate,
+        weighed: Weighed,
+        *,
+        reason: Reason,
+        detail: Callable[[Decision], str],
+    ) -> None:
+        """Takes the choice.
+
+        Args:
+            chosen: The candidate that was chosen.
+            weighed: Tells what each candidate would cost.
+            reason: Why, as one word.
+            detail: Makes the sentence; called once at most.
+        """
+        self.replica_id = chosen.replica_id
+        self.reason = reason
+        self.chosen = chosen
+        self.num_candidates = len(weighed.matched)
+        self.reachable_blocks = max(weighed.matched)
+        self.price_of_work = weighed.price
+        self._candidates: Weighed | tuple[Candidate, ...] = weighed
+        self._detail: Callable[[Decision], str] | str = detail
 
     @property
-    def chosen(self) -> Candidate:
-        """The candidate that was chosen."""
-        return next(c for c in self.candidates if c.replica_id == self.replica_id)
+    def candidates(self) -> tuple[Candidate, ...]:
+        """All candidates, the cheapest first."""
+        if not isinstance(self._candidates, tuple):
+            self._candidates = self._candidates.candidates()
+        return self._candidates
 
     @property
-    def reachable_blocks(self) -> int:
-        """Leading blocks of the prompt at the candidate that holds the most of them."""
-        return max(c.matched_blocks for c in self.candidates)
+    def detail(self) -> str:
+        """Why, as a sentence with the numbers."""
+        if not isinstance(self._detail, str):
+            self._detail = self._detail(self)
+        return self._detail
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Decision) and self._values() == other._values()
+
+    @override
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def _values(self) -> tuple[object, ...]:
+        return self.replica_id, self.reason, self.detail, self.candidates, self.price_of_work
 
 
 def own_work_tokens(num_uncached: int, num_cached: int, *, attention_tokens: float) -> float:
@@ -206,9 +269,9 @@ def own_work_tokens(num_uncached: int, num_cached: int, *, attention_tokens: flo
     return num_uncached * (1.0 + (num_cached + num_uncached / 2.0) / attention_tokens)
 
 
-def rendezvous(key: bytes, replica_id: str) -> int:
+def rendezvous(key: bytes, replica_id: bytes) -> int:
     """Returns the weight of a replica for a key: who leaves or comes moves only its own."""
-    return xxhash.xxh3_64_intdigest(key + b"\0" + replica_id.encode())
+    return xxhash.xxh3_64_intdigest(b"%b\0%b" % (key, replica_id))
 
 
 def running_mean(mean: float | None, value: float, *, weight: float = 0.05) -> float:

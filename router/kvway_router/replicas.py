@@ -27,7 +27,7 @@ from kvway_router.feed_state import FeedPosition
 from kvway_router.feeding import ReplicaFeeds
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Ledger
-from kvway_router.policy import ReplicaLoad
+from kvway_router.loads import Loads
 from kvway_router.probe import Bad, Prober
 from kvway_router.replica import Replica, ReplicaOptions, ReplicaState
 from kvway_router.snapshots import Snapshot
@@ -116,7 +116,7 @@ class ReplicaSet:
             if replica.state is ReplicaState.READY and replica.id not in exclude
         ]
 
-    def loads(self, *, exclude: Collection[str] = ()) -> list[ReplicaLoad]:
+    def loads(self, *, exclude: Collection[str] = ()) -> Loads:
         """Returns the load of each usable replica now: the candidates for `policy.choose`."""
         return self._ledger.loads(
             (replica.id, self._index.num_blocks(replica.id))

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvway_core.answers import BlockCounts
@@ -420,3 +421,41 @@ def test_the_mean_of_own_work_follows_the_choices(ledger: Ledger) -> None:
     assert ledger.mean_work_s == pytest.approx(1.0)
     ledger.charge(candidate(tokens=300))
     assert ledger.mean_work_s == pytest.approx(1.1)
+
+
+def test_what_is_kept_of_a_load_is_what_would_be_reckoned_anew(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    """Whatever happens between two looks, and whoever is asked for."""
+    rng = random.Random(5)
+    names = ["a:1", "b:1", "c:1", "never:1"]
+    charges: list[Charge] = []
+    num_kept = 0
+    for _ in range(1500):
+        name = rng.choice("abc")
+        match rng.randrange(9):
+            case 0 | 1:
+                chosen = candidate(name, tokens=rng.randrange(1, 900))
+                charges.append(ledger.charge(chosen, is_stream=rng.random() < 0.7))
+            case 2 | 3 if charges:
+                rng.choice(charges).token()
+            case 4 if charges:
+                charges.pop(rng.randrange(len(charges))).close()
+            case 5 if charges:
+                rng.choice(charges).recount(rng.randrange(1, 900))
+            case 6:
+                clock.advance(rng.choice([0.01, 0.5, 6.0]))
+            case 7:
+                said = {"num_running": rng.randrange(9), "num_waiting": rng.randrange(2)}
+                hear(ledger, f"{name}:1", report(**said, prefill_tokens_per_s=rng.choice([0, 70])))
+            case 8 if rng.random() < 0.05:
+                ledger.forget(f"{name}:1")
+        asked = [(each, 7 + (rng.random() < 0.1)) for each in names if rng.random() < 0.95]
+        before = ledger.loads(asked)
+        again = ledger.loads(asked)
+        num_kept += before is again
+        ledger.loads([])
+        anew = ledger.loads(asked)
+        assert list(again) == list(anew)
+        assert np.allclose(again.matrix, anew.matrix, rtol=1e-12, atol=0)
+    assert num_kept > 20

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+import msgspec
+
 from kvway_router.policies.reasons import Reason
 from kvway_router.policies.state import Sent
-from kvway_router.policies.weighing import weigh
+from kvway_router.policies.weighing import Weighing
 from kvway_router.policy import (
     Candidate,
     Decision,
@@ -33,8 +35,7 @@ ANY_POLICY = (Reason.ONLY_REPLICA, Reason.RETRY)
 """Reasons that every policy may give."""
 
 
-@dataclass(frozen=True, slots=True)
-class Situation:
+class Situation(msgspec.Struct, frozen=True):
     """What is known when a request comes.
 
     Attributes:
@@ -160,7 +161,7 @@ class View:
     def by_hash(self) -> list[Candidate]:
         """Returns the candidates in the order that the hash of the prompt's beginning gives."""
         key = self.prompt.prefix_key
-        return sorted(self.candidates, key=lambda c: -rendezvous(key, c.replica_id))
+        return sorted(self.candidates, key=lambda c: -rendezvous(key, c.replica_id.encode()))
 
 
 class Baseline(ABC):
@@ -186,7 +187,7 @@ class Baseline(ABC):
         Raises:
             NoReplicaAvailable: There is no candidate.
         """
-        candidates, price = weigh(
+        weighing = Weighing(
             situation.prompt,
             situation.matches,
             situation.loads,
@@ -194,6 +195,7 @@ class Baseline(ABC):
             mean_work_s=situation.mean_work_s,
             slower=situation.slower,
         )
+        candidates = [weighing.candidate(place) for place in range(len(weighing.matched))]
         view = View(
             prompt=situation.prompt,
             candidates=tuple(sorted(candidates, key=lambda c: c.replica_id)),
@@ -208,9 +210,8 @@ class Baseline(ABC):
         elif len(candidates) == 1:
             reason = Reason.ONLY_REPLICA
         return Decision(
-            replica_id=pick.replica_id,
+            next(c for c in candidates if c.replica_id == pick.replica_id),
+            weighing,
             reason=reason,
-            detail=f"{self.name}: {pick.why}.",
-            candidates=candidates,
-            price_of_work=price,
+            detail=lambda _: f"{self.name}: {pick.why}.",
         )

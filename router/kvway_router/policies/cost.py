@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from kvway_router.policies.base import ANY_POLICY
 from kvway_router.policies.details import detail_of, reason_of
 from kvway_router.policies.reasons import Reason
-from kvway_router.policies.weighing import weigh
-from kvway_router.policy import Candidate, Decision, PolicyParams, Prompt, ReplicaLoad, rendezvous
+from kvway_router.policies.weighing import Weighing
+from kvway_router.policy import Decision, PolicyParams, Prompt, ReplicaLoad, rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -69,55 +69,52 @@ def choose(
 
     Args:
         prompt: The request.
-        matches: As in `weigh`.
-        loads: As in `weigh`.
+        matches: As in `Weighing`.
+        loads: As in `Weighing`.
         params: Constants of the cost.
-        mean_work_s: As in `weigh`.
-        slower: As in `weigh`.
+        mean_work_s: As in `Weighing`.
+        slower: As in `Weighing`.
         retry: True when an earlier attempt at another replica failed.
 
     Raises:
         NoReplicaAvailable: There is no candidate.
     """
-    candidates, price = weigh(
+    weighing = Weighing(
         prompt, matches, loads, params=params, mean_work_s=mean_work_s, slower=slower
     )
-    best = candidates[0]
-    # They come in the order of their cost, and no tie goes further than this.
-    limit_s = best.cost_s + params.tie_share * best.own_s
-    near = takewhile(lambda c: c.cost_s <= limit_s, candidates)
-    tied = [c for c in near if _is_tied(c, best, params=params)]
-    chosen = best
-    if len(tied) > 1:
-        most = params.placement_factor * sum(map(_placement, tied)) / len(tied)
-        key = prompt.sticky_key or prompt.prefix_key
-        chosen = max(
-            (c for c in tied if _placement(c) <= most),
-            key=lambda c: rendezvous(key, c.replica_id),
-        )
-    reason = reason_of(chosen, candidates, retry=retry)
+    cost, best = weighing.cost, weighing.least()
+    # No tie goes further than this.
+    limit_s = cost[best] + params.tie_share * weighing.own[best]
+    near = [place for place, cost_s in enumerate(cost) if cost_s <= limit_s]
+    chosen = best if len(near) == 1 else _of_tied(near, best, weighing, params, prompt)
     return Decision(
-        replica_id=chosen.replica_id,
-        reason=reason,
-        detail=detail_of(reason, chosen, candidates=candidates, prompt=prompt),
-        candidates=candidates,
-        price_of_work=price,
+        weighing.candidate(chosen),
+        weighing,
+        reason=reason_of(chosen, weighing, retry=retry),
+        detail=partial(detail_of, prompt=prompt),
     )
 
 
-def _is_tied(candidate: Candidate, best: Candidate, *, params: PolicyParams) -> bool:
-    """Tells it of a candidate that costs little more than the best one."""
-    if candidate.matched_blocks >= best.matched_blocks:
-        return True
-    # What it does not hold must not matter, neither in cost nor, below a step's time, in work.
-    dearer_s = candidate.cost_s - best.cost_s
-    more_s = candidate.work_s - best.work_s
-    return (
-        dearer_s <= params.spread_share * best.own_s
-        and more_s <= params.spread_share * best.work_s
-    )
-
-
-def _placement(candidate: Candidate) -> int:
-    """What a candidate has: a running request weighs as much as 50 blocks held."""
-    return candidate.blocks_held + 50 * candidate.in_flight
+def _of_tied(
+    near: Sequence[int], best: int, weighing: Weighing, params: PolicyParams, prompt: Prompt
+) -> int:
+    """Returns the place of one of the candidates that are tied with the best one."""
+    matched, cost, work = weighing.matched, weighing.cost, weighing.work
+    # What one does not hold must not matter, neither in cost nor, below a step's time, in work.
+    most_s = cost[best] + params.spread_share * weighing.own[best]
+    most_work_s = work[best] * (1.0 + params.spread_share)
+    tied = [
+        place
+        for place in near
+        if matched[place] >= matched[best]
+        or (cost[place] <= most_s and work[place] <= most_work_s)
+    ]
+    if len(tied) == 1:
+        return best
+    loads = weighing.loads
+    # A running request weighs as much as 50 blocks held.
+    placed = [loads[place].blocks_held + 50 * loads[place].in_flight for place in tied]
+    most = params.placement_factor * sum(placed) / len(placed)
+    key = prompt.sticky_key or prompt.prefix_key
+    fair = [place for place, num in zip(tied, placed, strict=True) if num <= most]
+    return max(fair, key=lambda place: rendezvous(key, loads.keys[place]))

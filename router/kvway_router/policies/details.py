@@ -7,32 +7,31 @@ from typing import TYPE_CHECKING
 from kvway_router.policies.reasons import Reason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from kvway_router.policies.weighing import Weighing
+    from kvway_router.policy import Decision, Prompt
 
-    from kvway_router.policy import Candidate, Prompt
 
-
-def reason_of(chosen: Candidate, candidates: Sequence[Candidate], *, retry: bool) -> Reason:
+def reason_of(chosen: int, weighing: Weighing, *, retry: bool) -> Reason:
     """Returns why one of the candidates was chosen by its cost."""
     if retry:
         return Reason.RETRY
-    if len(candidates) == 1:
+    matched = weighing.matched
+    if len(matched) == 1:
         return Reason.ONLY_REPLICA
-    longest = max(candidates, key=lambda c: c.matched_blocks)
-    if chosen.matched_blocks == longest.matched_blocks > 0:
+    if matched[chosen] == max(matched) > 0:
         return Reason.PREFIX
-    return Reason.SPILL if longest.cost_s > chosen.cost_s else Reason.LEAST_LOADED
+    is_dearer = weighing.longest_cost() > weighing.cost[chosen]
+    return Reason.SPILL if is_dearer else Reason.LEAST_LOADED
 
 
-def detail_of(
-    reason: Reason, chosen: Candidate, *, candidates: Sequence[Candidate], prompt: Prompt
-) -> str:
+def detail_of(decision: Decision, *, prompt: Prompt) -> str:
     """Returns the same as a sentence; it names replicas and numbers and holds no prompt text."""
+    reason, chosen, candidates = decision.reason, decision.chosen, decision.candidates
     holds = (
         f"{chosen.replica_id} holds {chosen.cached_tokens} of {prompt.num_tokens} prompt tokens"
     )
     predicted = f"first token predicted in {_time(chosen.ttft_s)}"
-    others = [c for c in candidates if c is not chosen]
+    others = [c for c in candidates if c.replica_id != chosen.replica_id]
     if reason is Reason.ONLY_REPLICA or not others:
         return f"{holds} and is the only replica to choose from; {predicted}."
     if reason is Reason.SPILL:

@@ -7,9 +7,10 @@ of the draw, so the same state draws the same numbers.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import xxhash
 
 if TYPE_CHECKING:
@@ -78,8 +79,7 @@ class Window:
         return int(now_s * NUM_BUCKETS / self.length_s)
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyState:
+class PolicyState(msgspec.Struct, frozen=True):
     """Everything that a router remembers for its policy.
 
     Attributes:
@@ -90,7 +90,7 @@ class PolicyState:
 
     seed: int = 0
     num_choices: int = 0
-    window: Window = field(default_factory=Window)
+    window: Window = Window()
 
     def draw(self, limit: int, *, number: int = 0) -> int:
         """Draws one of 0 to `limit - 1`, each as likely: the `number`-th draw of this choice."""
@@ -102,7 +102,9 @@ class PolicyState:
 
     def after(self, replica_id: str, work_s: float, *, now_s: float) -> PolicyState:
         """Returns the state after a choice."""
-        window = self.window.sent(replica_id, work_s, now_s=now_s)
+        window = self.window
+        if window.length_s > 0:
+            window = window.sent(replica_id, work_s, now_s=now_s)
         return PolicyState(self.seed, self.num_choices + 1, window)
 
     def _digest(self, number: int) -> int:

@@ -18,34 +18,28 @@ waiting for the first costs more than computing it again, and leaves it by not b
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from math import fsum
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvway_core.errors import NoReplicaAvailable
-from kvway_router.policy import Candidate
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import numpy.typing as npt
-
-    from kvway_router.policy import PolicyParams, Prompt, ReplicaLoad
-
-    Column = npt.NDArray[np.float64]
+from kvway_router.loads import NUM_TERMS, Loads, columns_of
+from kvway_router.policy import Candidate, PolicyParams, Prompt, ReplicaLoad
 
 
-def weigh(
-    prompt: Prompt,
-    matches: Mapping[str, int],
-    loads: Sequence[ReplicaLoad],
-    *,
-    params: PolicyParams,
-    mean_work_s: float | None = None,
-    slower: Mapping[str, tuple[int, int]] | None = None,
-) -> tuple[tuple[Candidate, ...], float]:
-    """Weighs every candidate without choosing one.
+class Weighing:
+    """What sending a request to each candidate would cost. Lists are in the order of the loads.
+
+    Reckoned with at once is what a choice looks at; `Candidate`s are made when they are asked for.
+
+    Attributes:
+        loads: The candidates.
+        matched: Leading blocks of the prompt that each holds, on any tier.
+        price: lambda, the price of work.
+        cost: What is compared, seconds.
+        own: Own prefill, seconds.
+        work: The work alone, seconds.
 
     Args:
         prompt: The request.
@@ -57,84 +51,123 @@ def weigh(
         slower: Blocks that follow those on the device without a gap, per replica: on the host,
             and behind those on a disk.
 
-    Returns:
-        All candidates, the cheapest first and of equal ones that with the least work, and the
-        price of work.
-
     Raises:
         NoReplicaAvailable: There is no candidate.
     """
-    if not loads:
-        msg = "No replica can take the request now; try again in a few seconds."
-        raise NoReplicaAvailable(msg)
-    queued, prefills, tau, rate, pinned, total, attention, least_step = np.array(
-        [
-            (
-                load.queued_prefill_s,
-                load.num_prefills,
-                load.decode_step_s,
-                load.prefill_tokens_per_s or 0.0,
-                load.blocks_pinned,
-                load.blocks_total or 0.0,
-                load.attention_tokens or 0.0,
-                load.least_step_s,
-            )
-            for load in loads
-        ],
-        dtype=np.float64,
-    ).T
-    ids = [load.replica_id for load in loads]
-    matched = np.array([matches.get(name, 0) for name in ids])
-    slow = np.zeros_like(matched)
-    reload: Column = np.zeros(len(loads))
-    if slower:
-        host, disk = np.array([slower.get(name, (0, 0)) for name in ids]).T
-        slow = host + disk
-        matched = matched + slow
-        reload = prompt.block_size * (host * params.host_token_s + disk * params.disk_token_s)
 
-    # A replica that holds the whole prompt still computes its last token.
-    uncached = np.maximum(1, prompt.num_tokens - matched * prompt.block_size)
-    cached = np.maximum(0, prompt.num_tokens - uncached)
-    rate = _borrow(rate, params.default_prefill_tokens_per_s)
-    attention = _borrow(attention, params.attention_tokens)
-    work = uncached * (1.0 + (cached + uncached / 2.0) / attention) / rate
-    chunks = -(-uncached // params.chunk_tokens)
-    step = (prefills + chunks) * tau
-    own = np.maximum(work, chunks * (least_step - tau))
-    own_blocks = -(-(uncached + prompt.num_output_tokens) // prompt.block_size)
-    taken = (pinned + own_blocks) / np.where(total > 0, total, np.inf)
-    kv = params.kv_weight_s * np.maximum(0.0, taken - params.kv_threshold)
-    queued_s = queued.tolist()
-    price = price_of_work(queued_s, mean_work_s, params=params)
-
-    ttft = queued + step + own + reload
-    ahead = price * work
-    cost = (ttft + ahead + kv).tolist()
-    candidates = list(
-        map(
-            Candidate,
-            ids,
-            matched.tolist(),
-            slow.tolist(),
-            uncached.tolist(),
-            cached.tolist(),
-            own_blocks.tolist(),
-            queued_s,
-            step.tolist(),
-            own.tolist(),
-            work.tolist(),
-            ahead.tolist(),
-            kv.tolist(),
-            reload.tolist(),
-            [load.in_flight for load in loads],
-            [load.blocks_held for load in loads],
-            ttft.tolist(),
-            cost,
-        )
+    __slots__ = (
+        "_ahead",
+        "_kv",
+        "_numbers",
+        "_reload",
+        "_slow",
+        "_step",
+        "_ttft",
+        "cost",
+        "loads",
+        "matched",
+        "own",
+        "price",
+        "work",
     )
-    order = sorted(zip(cost, work.tolist(), ids, candidates, strict=True))
-    return tuple([candidate for _, _, _, candidate in order]), price
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        matches: Mapping[str, int],
+        loads: Sequence[ReplicaLoad],
+        *,
+        params: PolicyParams,
+        mean_work_s: float | None = None,
+        slower: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
+        if not loads:
+            msg = "No replica can take the request now; try again in a few seconds."
+            raise NoReplicaAvailable(msg)
+        self.loads = loads = Loads.of(loads, params)
+        self.matched = matched = [matches.get(name, 0) for name in loads.ids]
+        self._slow: list[int] = []
+        self._reload: list[float] = []
+        if slower:
+            tiers = [slower.get(name, (0, 0)) for name in loads.ids]
+            self._slow = [host + disk for host, disk in tiers]
+            self.matched = matched = list(map(sum, zip(matched, self._slow, strict=True)))
+            host_s = prompt.block_size * params.host_token_s
+            disk_s = prompt.block_size * params.disk_token_s
+            self._reload = [host * host_s + disk * disk_s for host, disk in tiers]
+
+        # Numbers of the prompt, the same for all that match as far.
+        size, total = prompt.block_size, max(1, prompt.num_tokens)
+        self._numbers: dict[int, tuple[int, ...]] = {}
+        numbers = self._numbers
+        for num in set(matched):
+            # A replica that holds the whole prompt still computes its last token.
+            uncached = total - num * size
+            uncached = max(1, uncached)
+            attended = 2 * total - uncached  # u + 2c
+            chunks = -(-uncached // params.chunk_tokens)
+            own_blocks = -(-(uncached + prompt.num_output_tokens) // size)
+            numbers[num] = (attended, chunks, chunks, own_blocks, uncached)
+        columns = columns_of([numbers[num] for num in matched])
+        terms = loads.factors * columns[:NUM_TERMS]
+        terms += loads.summands
+        token_s, self._step, least_own, kv = terms
+        work = token_s * columns[NUM_TERMS]
+        own = np.maximum(work, least_own)
+        self._kv = np.maximum(kv, 0.0)
+        self._ttft = loads.queued + self._step + own
+        if self._reload:
+            self._ttft += self._reload
+        self.price = price_of_work(loads.queued_s, mean_work_s, params=params)
+        self._ahead = self.price * work
+        self.cost: list[float] = (self._ttft + self._ahead + self._kv).tolist()
+        self.own: list[float] = own.tolist()
+        self.work: list[float] = work.tolist()
+
+    def least(self) -> int:
+        """Returns the place of the cheapest, of equal ones that with the least work."""
+        cost = min(self.cost)
+        if self.cost.count(cost) == 1:
+            return self.cost.index(cost)
+        return min(self._order())[-1]
+
+    def longest_cost(self) -> float:
+        """Returns what the longest match costs, of equal ones the cheapest."""
+        most = max(self.matched)
+        rows = zip(self.cost, self.matched, strict=True)
+        return min([cost for cost, matched in rows if matched == most])
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Returns all candidates, the cheapest first, of equal ones that with the least work."""
+        return tuple([self.candidate(place) for *_, place in sorted(self._order())])
+
+    def candidate(self, place: int) -> Candidate:
+        """Returns all terms of one candidate."""
+        load, matched = self.loads[place], self.matched[place]
+        attended, _, _, own_blocks, uncached = self._numbers[matched]
+        return Candidate(
+            replica_id=load.replica_id,
+            matched_blocks=matched,
+            slow_blocks=self._slow[place] if self._slow else 0,
+            uncached_tokens=uncached,
+            cached_tokens=(attended - uncached) // 2,
+            own_blocks=own_blocks,
+            queued_s=load.queued_prefill_s,
+            step_s=float(self._step[place]),
+            own_s=self.own[place],
+            work_s=self.work[place],
+            price_s=float(self._ahead[place]),
+            kv_s=float(self._kv[place]),
+            reload_s=self._reload[place] if self._reload else 0.0,
+            in_flight=load.in_flight,
+            blocks_held=load.blocks_held,
+            ttft_s=float(self._ttft[place]),
+            cost_s=self.cost[place],
+        )
+
+    def _order(self) -> Iterator[tuple[float, float, str, int]]:
+        """Yields what candidates are put in order by, their places last."""
+        return zip(self.cost, self.work, self.loads.ids, range(len(self.cost)), strict=True)
 
 
 def price_of_work(
@@ -152,12 +185,3 @@ def price_of_work(
     mean_s, least_s = fsum(queued_s) / len(queued_s), min(queued_s)
     bound_s = params.idlest_weight * least_s + params.max_price * mean_work_s
     return min(mean_s, bound_s) / mean_work_s
-
-
-def _borrow(column: Column, default: float) -> Column:
-    """Puts the mean of the known values, else `default`, in the place of those that are 0."""
-    known = column > 0
-    if np.count_nonzero(known) == len(column):
-        return column
-    mean = column.sum() / known.sum() if known.any() else default
-    return np.where(known, column, mean)
