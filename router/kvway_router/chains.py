@@ -8,6 +8,9 @@ and of 128 blocks, and what names a span is one fast hash of all tokens up to it
 
 A span is kept with the hashes of its blocks and the link that the next one goes on from. The name
 is no proof of content: a collision gives wrong hashes, which cost a hit and never an answer.
+
+Behind each span the last rest is kept that was seen there, tokens and all. As much of it as a
+prompt has in common with it is not hashed again, wherever they part.
 """
 
 from __future__ import annotations
@@ -20,27 +23,36 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from kvway_core.blocks import BlockHash, Namespace, block_hashes
+from kvway_core.blocks import HASH_BYTES, BlockHash, Namespace, block_hashes
 
 SPAN_BLOCKS: Final = 128
 LONG_BLOCKS: Final = 1024
+MIN_REST_BLOCKS: Final = 8
+"""A shorter rest is hashed as fast as it is looked up."""
 _TOKEN_BYTES: Final = 4
 
 
 class _Span(NamedTuple):
-    hashes: tuple[int, ...]
-    link: BlockHash
+    hashes: array.array[int]
+    link: bytes
+
+
+class _Rest(NamedTuple):
+    tokens: bytes
+    chain: bytes
 
 
 class ChainCache:
     """Spans of the prompts that were hashed last, for one namespace. Safe for threads.
 
     Invariants:
-        1. Spans of at most `max_blocks` blocks are kept; the least recently used go first.
+        1. Spans and rests of at most `max_blocks` blocks are kept; the least recently used go
+           first.
 
     Args:
         namespace: What block hashes start from.
-        max_blocks: Blocks whose hashes are kept, about 45 bytes each.
+        max_blocks: Blocks that are kept: about 10 bytes each in spans (a block is in two), about
+            six times its tokens' number of bytes in rests, which are shorter than a span.
     """
 
     def __init__(self, namespace: Namespace, *, max_blocks: int = 2**18) -> None:
@@ -50,33 +62,47 @@ class ChainCache:
         self.block_size = namespace.block_size
         self._max_blocks = max_blocks
         self._num_blocks = 0
-        self._spans: OrderedDict[tuple[int, bytes], _Span] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, bytes], tuple[int, _Span | _Rest]] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def num_blocks(self) -> int:
-        """Blocks whose hashes are kept."""
+        """Blocks that are kept."""
         return self._num_blocks
 
-    def get(self, num_blocks: int, name: bytes) -> _Span | None:
+    def span(self, num_blocks: int, name: bytes) -> _Span | None:
         """Returns a span of so many blocks, None if it is not known."""
-        key = (num_blocks, name)
-        with self._lock:
-            span = self._spans.get(key)
-            if span is not None:
-                self._spans.move_to_end(key)
-            return span
+        found = self._get((num_blocks, name))
+        return found if isinstance(found, _Span) else None
 
-    def put(self, num_blocks: int, name: bytes, span: _Span) -> None:
-        """Keeps a span."""
+    def rest(self, name: bytes) -> _Rest | None:
+        """Returns the last rest that was seen behind what a name stands for."""
+        found = self._get((0, name))
+        return found if isinstance(found, _Rest) else None
+
+    def put(self, name: bytes, kept: _Span | _Rest) -> None:
+        """Keeps a span, or a rest in the place of the one before."""
+        if isinstance(kept, _Span):
+            num_blocks = len(kept.hashes)
+            key = (num_blocks, name)
+        else:
+            num_blocks = len(kept.chain) // HASH_BYTES
+            key = (0, name)
         with self._lock:
-            if (num_blocks, name) in self._spans:
-                return
-            self._spans[num_blocks, name] = span
-            self._num_blocks += num_blocks
+            before = self._kept.pop(key, None)
+            self._num_blocks += num_blocks - (before[0] if before is not None else 0)
+            self._kept[key] = num_blocks, kept
             while self._num_blocks > self._max_blocks:
-                (size, _), _ = self._spans.popitem(last=False)
-                self._num_blocks -= size
+                _, (num_lost, _) = self._kept.popitem(last=False)
+                self._num_blocks -= num_lost
+
+    def _get(self, key: tuple[int, bytes]) -> _Span | _Rest | None:
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                return None
+            self._kept.move_to_end(key)
+            return found[1]
 
 
 class EventChain:
@@ -89,16 +115,17 @@ class EventChain:
 
     def __init__(self, cache: ChainCache) -> None:
         """Starts without tokens."""
-        self.hashes: list[int] = []
+        self.hashes = array.array("Q")
         self.num_tokens = 0
         self._cache = cache
-        self._link = cache.root
+        self._link: bytes = cache.root
+        """Hash of the last whole block."""
         self._data = b""
         """Tokens behind the last whole span."""
+        self._chain = b""
+        """Hashes of the whole blocks in there."""
         self._num_spanned = 0
         """Blocks in whole spans."""
-        self._links: dict[int, BlockHash] = {}
-        """Of the blocks that were hashed last: the hash of each that ends a span."""
         self._named = xxhash.xxh3_128(cache.root)
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -111,7 +138,7 @@ class EventChain:
         """
         view = self._view(token_ids)
         self.num_tokens += len(token_ids)
-        start, block_bytes = 0, self._cache.block_bytes
+        start, block_bytes, is_new = 0, self._cache.block_bytes, False
         long_bytes, span_bytes = LONG_BLOCKS * block_bytes, SPAN_BLOCKS * block_bytes
         while len(view) - start >= span_bytes:
             if (
@@ -124,12 +151,20 @@ class EventChain:
                 start += span_bytes
             else:
                 # Nobody has had what follows: a span is named by all that is before it.
-                self._hash_on(view[start:])
+                is_new |= self._hash_on(view[start:])
+                first = 0
                 while len(view) - start >= span_bytes:
-                    self._keep_span(view[start : start + span_bytes])
+                    first += SPAN_BLOCKS * HASH_BYTES
+                    link = self._chain[first - HASH_BYTES : first]
+                    self._keep_span(view[start : start + span_bytes], link)
                     start += span_bytes
-        self._hash_on(view[start:])
-        self._data = bytes(view[start:])
+                self._chain = self._chain[first:]
+        rest = view[start:]
+        is_new |= self._hash_on(rest)
+        if is_new and len(self._chain) >= MIN_REST_BLOCKS * HASH_BYTES:
+            whole = len(rest) - len(rest) % block_bytes
+            self._cache.put(self._named.digest(), _Rest(bytes(rest[:whole]), self._chain))
+        self._data = bytes(rest)
 
     def _view(self, token_ids: Sequence[int]) -> memoryview:
         """Returns the bytes behind the last whole span; those of an array are not copied."""
@@ -146,41 +181,70 @@ class EventChain:
         """Takes a span from the cache, if it is there."""
         named = self._named.copy()
         named.update(tokens)
-        span = self._cache.get(num_blocks, named.digest())
+        span = self._cache.span(num_blocks, named.digest())
         if span is None:
             return False
         self.hashes[self._num_spanned :] = span.hashes
-        self._link = span.link
+        self._link, self._chain = span.link, b""
         self._num_spanned += num_blocks
         self._named = named
         return True
 
-    def _keep_span(self, tokens: memoryview) -> None:
-        """Keeps a span that was hashed."""
+    def _keep_span(self, tokens: memoryview, link: bytes) -> None:
+        """Keeps a span that was hashed, `link` being the hash of its last block."""
         self._named.update(tokens)
         self._num_spanned += SPAN_BLOCKS
         name = self._named.digest()
         for size in (SPAN_BLOCKS, LONG_BLOCKS):
             if self._num_spanned % size == 0:
-                hashes = tuple(self.hashes[self._num_spanned - size : self._num_spanned])
-                self._cache.put(size, name, _Span(hashes, self._links[self._num_spanned]))
+                hashes = self.hashes[self._num_spanned - size : self._num_spanned]
+                self._cache.put(name, _Span(hashes, link))
 
-    def _hash_on(self, tokens: memoryview) -> None:
-        """Hashes the full blocks behind the last whole span, as far as that was not done."""
+    def _hash_on(self, tokens: memoryview) -> bool:
+        """Hashes the full blocks behind the last whole span, as far as that was not done.
+
+        Returns:
+            Whether there was one that was not known.
+        """
         block_bytes = self._cache.block_bytes
-        done = (len(self.hashes) - self._num_spanned) * block_bytes
-        end = len(tokens) - len(tokens) % block_bytes
+        end = len(tokens) // block_bytes
+        if not self._chain and end >= MIN_REST_BLOCKS:
+            self._recall(tokens)
+        done = len(self._chain) // HASH_BYTES
         if done >= end:
+            return False
+        missing = array.array("I", bytes(tokens[done * block_bytes : end * block_bytes]))
+        chain = block_hashes(
+            missing, parent=BlockHash(self._link), block_size=self._cache.block_size
+        )
+        self._append(b"".join(chain))
+        return True
+
+    def _recall(self, tokens: memoryview) -> None:
+        """Takes what begins like the last rest that was seen here."""
+        rest = self._cache.rest(self._named.digest())
+        if rest is None:
             return
-        missing = array.array("I", bytes(tokens[done:end]))
-        chain = block_hashes(missing, parent=self._link, block_size=self._cache.block_size)
-        first = len(self.hashes)
-        last = first + len(chain)
-        edges = range(first + SPAN_BLOCKS - first % SPAN_BLOCKS, last + 1, SPAN_BLOCKS)
-        self._links = {edge: chain[edge - first - 1] for edge in edges}
-        self._link = chain[-1]
+        block_bytes = self._cache.block_bytes
+        same, differ = 0, min(len(rest.tokens), len(tokens)) // block_bytes
+        if tokens[: differ * block_bytes] == rest.tokens[: differ * block_bytes]:
+            same = differ
+        while same < differ:
+            middle = (same + differ + 1) // 2
+            part = slice(same * block_bytes, middle * block_bytes)
+            if tokens[part] == rest.tokens[part]:
+                same = middle
+            else:
+                differ = middle - 1
+        if same:
+            self._append(rest.chain[: same * HASH_BYTES])
+
+    def _append(self, chain: bytes) -> None:
+        """Appends the hashes of blocks."""
+        self._chain += chain
+        self._link = chain[-HASH_BYTES:]
         # The low halves of all at once, which are big-endian.
-        halves = array.array("Q", b"".join(chain))
+        halves = array.array("Q", chain)
         if _IS_LITTLE:
             halves.byteswap()
         self.hashes += halves[1::2]

@@ -74,7 +74,7 @@ class ReadRequest:
     num_prompts: int
     num_tokens: int
     num_output_tokens: int
-    hashes: tuple[int, ...]
+    hashes: Sequence[int]
     body: bytes
     exact: bool = True
     text_key: bytes = b""
@@ -291,7 +291,7 @@ class Reading:
         self.request = replace(
             self.request,
             num_tokens=sum(prompt.num_tokens for prompt in self._prompts),
-            hashes=tuple(self._chain.hashes),
+            hashes=self._chain.hashes[:],
             exact=all(prompt.done for prompt in self._prompts),
             text_key=b"" if begun else self.request.text_key,
         )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvway_core.blocks import Namespace, block_hashes, event_hash
-from kvway_router.chains import LONG_BLOCKS, SPAN_BLOCKS, ChainCache, EventChain
+from kvway_router.chains import LONG_BLOCKS, MIN_REST_BLOCKS, SPAN_BLOCKS, ChainCache, EventChain
 
 NAMESPACE = Namespace("m", block_size=4)
 
@@ -30,7 +30,7 @@ def hashed(cache: ChainCache, *parts: list[int]) -> list[int]:
     for part in parts:
         chain.extend(part)
     assert chain.num_tokens == sum(map(len, parts))
-    return chain.hashes
+    return list(chain.hashes)
 
 
 @pytest.mark.property
@@ -66,7 +66,34 @@ def test_a_known_beginning_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) 
     assert num_hashed == len(prompt) // 4
     num_hashed = 0
     hashed(cache, prompt + tokens(4 * 10, seed=2))
-    assert num_hashed == 7 + 10
+    assert num_hashed == 7 + 10, "so short a rest is hashed again"
+    num_hashed = 0
+    hashed(cache, prompt + tokens(4 * 10, seed=2) + tokens(4 * 200, seed=3))
+    assert num_hashed == 200, "the rest was kept, too, and is now part of a span"
+    num_hashed = 0
+    hashed(cache, prompt + tokens(4 * 10, seed=2) + tokens(4 * 150, seed=3))
+    assert num_hashed == 0
+
+
+@pytest.mark.parametrize("num_shared", [0, 1, 40, MIN_REST_BLOCKS, 99, 100])
+def test_of_the_last_rest_what_is_shared_is_not_hashed_again(
+    monkeypatch: pytest.MonkeyPatch, num_shared: int
+) -> None:
+    num_hashed = 0
+
+    def counting(token_ids: list[int], **more: object) -> object:
+        nonlocal num_hashed
+        num_hashed += len(token_ids) // NAMESPACE.block_size
+        return block_hashes(token_ids, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvway_router.chains.block_hashes", counting)
+    cache = ChainCache(NAMESPACE)
+    prompt = tokens(4 * (SPAN_BLOCKS + 100))
+    hashed(cache, prompt)
+    num_hashed = 0
+    sibling = prompt[: 4 * (SPAN_BLOCKS + num_shared)] + tokens(4 * 20, seed=2)
+    assert hashed(cache, sibling) == expected(sibling)
+    assert num_hashed == 20
 
 
 def test_namespaces_do_not_share_hashes() -> None:
@@ -86,6 +113,16 @@ def test_no_more_is_kept_than_allowed_and_the_last_used_stays() -> None:
     assert cache.num_blocks == 4 * SPAN_BLOCKS
 
 
+def test_rests_count_and_take_each_others_place() -> None:
+    cache = ChainCache(NAMESPACE, max_blocks=1000)
+    for seed in range(1, 30):
+        hashed(cache, tokens(4 * 100, seed=seed))
+        assert cache.num_blocks == 100, "all are behind the same: nothing"
+    for seed in range(1, 30):
+        hashed(cache, tokens(4 * (SPAN_BLOCKS + 100), seed=seed))
+        assert cache.num_blocks <= 1000
+
+
 @pytest.mark.parametrize("bad", [-1, 2**32])
 def test_a_token_that_does_not_fit_is_refused_and_changes_nothing(bad: int) -> None:
     chain = EventChain(ChainCache(NAMESPACE))
@@ -93,4 +130,4 @@ def test_a_token_that_does_not_fit_is_refused_and_changes_nothing(bad: int) -> N
     with pytest.raises(ValueError, match="32 unsigned bits"):
         chain.extend([6, bad])
     chain.extend([6, 7, 8])
-    assert chain.hashes == expected([1, 2, 3, 4, 5, 6, 7, 8])
+    assert list(chain.hashes) == expected([1, 2, 3, 4, 5, 6, 7, 8])

@@ -46,12 +46,12 @@ def test_each_step_reads_more_and_all_steps_are_the_whole(encoder: PromptEncoder
     text = PAGE * 700
     reading = reading_of(encoder, text)
     reading.parse()
-    assert (reading.request.hashes, reading.front_done) == ((), False)
+    assert (len(reading.request.hashes), reading.front_done) == (0, False)
     assert reading.request.prefix_key
     lengths = [0]
     while not reading.done:
         reading.advance()
-        hashes = reading.request.hashes
+        hashes = tuple(reading.request.hashes)
         assert hashes == hashes_of(text)[: len(hashes)]
         lengths.append(len(hashes))
     assert lengths[-1] == len(text) // 16
