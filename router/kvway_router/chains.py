@@ -225,14 +225,15 @@ class EventChain:
         rest = self._cache.rest(self._named.digest())
         if rest is None:
             return
-        block_bytes = self._cache.block_bytes
-        same, differ = 0, min(len(rest.tokens), len(tokens)) // block_bytes
-        if tokens[: differ * block_bytes] == rest.tokens[: differ * block_bytes]:
+        block_bytes, known = self._cache.block_bytes, rest.tokens
+        same, differ = 0, min(len(known), len(tokens)) // block_bytes
+        # As bytes: a view is compared number by number.
+        given = bytes(tokens[: differ * block_bytes])
+        if known.startswith(given):
             same = differ
         while same < differ:
             middle = (same + differ + 1) // 2
-            part = slice(same * block_bytes, middle * block_bytes)
-            if tokens[part] == rest.tokens[part]:
+            if known.startswith(given[: middle * block_bytes]):
                 same = middle
             else:
                 differ = middle - 1
