@@ -25,12 +25,14 @@ from torch import Tensor
 from kvway_kernels.blocks import BlockIds, block_ids, int64
 from kvway_kernels.choice import chosen
 from kvway_kernels.groups import DecodeGroup, decode_group, grouped
+from kvway_kernels.native import Units, units
 from kvway_kernels.rows import (
     PrivateRows,
     RequestRows,
     SharedRun,
     check_requests,
     check_runs,
+    long_pasts,
     private_rows,
     seen_whole,
 )
@@ -78,11 +80,13 @@ class PagedPlan:
         shared: the runs that are read once: those given, without those that a window cuts.
         window: keys that a row sees, its own included; None: all.
         private: per request, what is left of its keys.
-        passes: the shared runs, the long ones in pieces.
+        passes: what is attended to without a mask: the shared runs, and what is in front of the
+            chunks of long prompts; the long ones in pieces.
         num_levels: of the passes.
         prefills: the requests with several rows.
         decodes: those with one row.
         implementation: what attends.
+        units: for `compiled` in float32 on a CPU: the shared runs and the requests of one row.
         num_blocks: blocks in the caches that this plan is for.
         block_size: tokens per block.
         key: the plan's name in `torch.ops.kvway`, an int64 of no dimension; good while the plan
@@ -100,6 +104,7 @@ class PagedPlan:
     prefills: tuple[PrefillRows, ...]
     decodes: tuple[DecodeGroup, ...]
     implementation: str
+    units: Units | None
     num_blocks: int
     block_size: int
     key: Tensor
@@ -167,8 +172,10 @@ def plan(  # noqa: PLR0913
     check_requests(requests, block_size)
     check_runs(requests, shared, block_size)
     used = seen_whole(requests, shared, block_size=block_size, window=window)
-    private = private_rows(requests, used, block_size=block_size, window=window)
-    for run in used:
+    splits = name in ("sdpa", "compiled") and window is None and not fixed_shapes
+    runs = [*used, *(long_pasts(requests, used, block_size=block_size) if splits else ())]
+    private = private_rows(requests, runs, block_size=block_size, window=window)
+    for run in runs:
         _check_ids(run.members[0], _blocks(requests, run), num_blocks)
     for index, rows in enumerate(private):
         _check_ids(index, rows.blocks, num_blocks)
@@ -177,7 +184,7 @@ def plan(  # noqa: PLR0913
     like = torch.empty(0, dtype=dtype, device=device)
     make = fixed_rows if fixed_shapes else prefill_rows
     num_rows = sum(request.num_queries for request in requests)
-    pieces = [piece for run in used for piece in _pieces(run, private, block_size)]
+    pieces = [piece for run in runs for piece in _pieces(run, private, block_size)]
     levels = _levels(pieces)
     key = next(_keys)
     made = PagedPlan(
@@ -199,11 +206,13 @@ def plan(  # noqa: PLR0913
                 num_rows=num_rows,
                 block_size=block_size,
                 device=device,
-                with_slots=name == "compiled",
             )
             for group in grouped(singles)
         ),
         implementation=name,
+        units=_units(runs, requests, private, block_size)
+        if name == "compiled" and device.type == "cpu" and dtype == torch.float32
+        else None,
         num_blocks=num_blocks,
         block_size=block_size,
         key=torch.tensor(key),
@@ -266,11 +275,7 @@ def _pass(
     block_size: int,
     like: Tensor,
 ) -> SharedPass:
-    rows = [
-        row
-        for member in run.members
-        for row in range(private[member].row, private[member].row + private[member].num_rows)
-    ]
+    rows = _rows(run, private)
     first = rows[0]
     return SharedPass(
         rows=slice(first, first + len(rows))
@@ -281,6 +286,32 @@ def _pass(
         num_keys=run.num_blocks * block_size,
         level=level,
         dtype=compute_dtype(len(rows), like.dtype, like.device),
+    )
+
+
+def _rows(run: SharedRun, private: Sequence[PrivateRows]) -> list[int]:
+    return [
+        row
+        for member in run.members
+        for row in range(private[member].row, private[member].row + private[member].num_rows)
+    ]
+
+
+def _units(
+    runs: Sequence[SharedRun],
+    requests: Sequence[RequestRows],
+    private: Sequence[PrivateRows],
+    block_size: int,
+) -> Units:
+    levels = _levels(runs)
+    return units(
+        [
+            (_rows(run, private), _blocks(requests, run), level)
+            for run, level in zip(runs, levels, strict=True)
+        ],
+        [rows for rows in private if rows.num_rows == 1],
+        num_runs_parts=max(levels, default=-1) + 1,
+        block_size=block_size,
     )
 
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+LONG_PAST: Final = 2048
+"""Keys in front of a chunk from which on they are attended to without a mask: it gains nothing
+with 1,500 keys, a fifth of the whole step with 4,096 (docs/lab-notes.md)."""
+
+_CHUNK_ROWS: Final = 16
+"""Rows of one request from which on this is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +172,26 @@ def seen_whole(
             for member in run.members
         )
     )
+
+
+def long_pasts(
+    requests: Sequence[RequestRows], shared: Sequence[SharedRun], *, block_size: int
+) -> list[SharedRun]:
+    """Return the blocks in front of each chunk of a long prompt, as a run of one member.
+
+    All rows of the chunk see all of it, so it needs no mask, and rows of heads that share a key
+    head attend together; what needs a mask is the chunk itself. A request with shared runs keeps
+    what else is in front of it among its private keys.
+    """
+    sharing = {member for run in shared for member in run.members}
+    return [
+        SharedRun((index,), 0, num_blocks)
+        for index, request in enumerate(requests)
+        if request.num_queries >= _CHUNK_ROWS
+        and index not in sharing
+        and (num_blocks := (request.num_keys - request.num_queries) // block_size) * block_size
+        >= LONG_PAST
+    ]
 
 
 def private_rows(
