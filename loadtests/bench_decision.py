@@ -1,20 +1,24 @@
 """What a decision costs before a request is on its way: hash, match and choose, 16 replicas.
 
     decision   tokens -> block hashes -> longest matches -> load of each -> choice
-    next turn  the same for a prompt whose beginning was seen before: only its last 512 tokens and
-               what no whole span covers are hashed
+    next turn  the same for a prompt whose beginning was seen before: its last 512 tokens are new
+    floor      the block hashes alone: no decision about unknown tokens is faster
 
-Of the replicas a quarter each holds nothing, a quarter, half and three quarters of each prompt,
-and their queues differ. Tokens are given as
-the tokenizer keeps them; tokenizing itself is `make bench-tokenize`.
+In two mixes. All different: each replica holds another length of each prompt, so that the walk
+ends at 16 places; these are the keys without a suffix. Typical: a quarter each holds nothing, a
+quarter, half and three quarters. In both some replicas work, and each decision is charged and
+given back, so that the next one finds a load changed. Tokens are given as the tokenizer keeps
+them; tokenizing itself is `make bench-tokenize`. What a decision's record shows is not made.
 
-NVIDIA Dynamo's SelectionService and RadixTree decide on the same prompts, in turns with ours, if
-they are there (`pip install ai-dynamo-runtime`). `vs_dynamo_*` is their time over ours.
+NVIDIA Dynamo's SelectionService decides on the same prompts, in turns with ours, if it is there
+(`pip install ai-dynamo-runtime`); it runs without KV events, so it knows what it was asked before
+and no more. `vs_dynamo_*` is its time over ours in the mix of all different.
 
 sglang-router decides inside its proxy and on text: it offers no decision to measure. What can be
 compared is a whole relayed request.
 
-Times are processor time of this process, the best of the rounds; ratios are the medians of those
+Times are processor time: of this thread, and of the whole process for Dynamo, which decides on
+threads of its own. They are the best of the rounds; ratios are the medians of those
 of each round. So what else runs counts little.
 """
 
@@ -31,10 +35,13 @@ import sys
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from kvway_core.blocks import Namespace, block_hashes, event_hash
+from kvway_core.answers import BlockCounts
+from kvway_core.api import LoadReport
+from kvway_core.blocks import SCHEME, Namespace, block_hashes, event_hash
 from kvway_core.clock import SystemClock
 from kvway_router.chains import ChainCache, EventChain
 from kvway_router.index import BlockIndex
@@ -46,15 +53,20 @@ from loadtests.report import Report, commit, machine, table
 
 NUM_REPLICAS: Final = 16
 NAMESPACE: Final = Namespace("bench")
+ROOT: Final = NAMESPACE.root()
 SIZES: Final = {"2k": 2_048, "8k": 8_192, "131k": 131_072}
 TURN_TOKENS: Final = 512
+
+
+MIXES: Final = {"": NUM_REPLICAS, "_typical": 4}
+"""Suffix of the keys, and how many different lengths of a prompt the replicas hold."""
 
 
 class Bench:
     """A router's deciding parts, with replicas that hold and do different things."""
 
-    def __init__(self, prompts: Sequence[array[int]]) -> None:
-        """Has every replica hold another length of each prompt, and some of them work."""
+    def __init__(self, prompts: Sequence[array[int]], *, num_lengths: int) -> None:
+        """Has replicas hold so many different lengths of each prompt, and some of them work."""
         self.params = PolicyParams()
         self.index = BlockIndex()
         self.ledger = Ledger(clock=SystemClock(), params=self.params)
@@ -66,7 +78,10 @@ class Bench:
             chain = block_hashes(prompt, parent=NAMESPACE.root())
             hashes = [event_hash(block) for block in chain]
             for number, name in enumerate(self.names):
-                self.index.store(name, None, hashes[: len(hashes) * (number % 4) // 4])
+                num_held = len(hashes) * (number % num_lengths) // num_lengths
+                self.index.store(name, None, hashes[:num_held])
+        for number, name in enumerate(self.names):
+            self.ledger.report(name, _report(number), asked_s=self.ledger.now())
         for number in range(NUM_REPLICAS):
             for _ in range(number % 4):
                 self.ledger.charge(self.decide(prompts[0], self.chains).chosen)
@@ -75,22 +90,47 @@ class Bench:
         """Takes a prompt through the steps that are measured."""
         chain = EventChain(chains)
         chain.extend(tokens)
-        matches = self.index.match(chain.hashes)
+        hashes = chain.hashes[:]
+        matches = self.index.match(hashes)
         situation = Situation(
             prompt=Prompt(
                 num_tokens=len(tokens),
                 block_size=NAMESPACE.block_size,
-                prefix_key=chain.hashes[0].to_bytes(8, "big"),
+                prefix_key=hashes[0].to_bytes(8, "big"),
                 num_output_tokens=256,
             ),
             matches=matches,
             loads=self.ledger.loads((name, self.index.num_blocks(name)) for name in self.names),
             params=self.params,
             mean_work_s=self.ledger.mean_work_s,
-            slower=self.index.match_slower(chain.hashes, matches),
+            slower=self.index.match_slower(hashes, matches),
+            now_s=self.ledger.now(),
         )
         decision, self.state = decide(self.policy, situation, self.state)
         return decision
+
+    def serve(self, tokens: array[int], chains: ChainCache) -> None:
+        """Has a prompt decided, charged and given back."""
+        self.ledger.charge(self.decide(tokens, chains).chosen).close()
+
+
+def _report(number: int) -> LoadReport:
+    """Returns what an idle worker says, each a little faster than the one before."""
+    return LoadReport(
+        boot_id=f"boot-{number}",
+        model="bench",
+        block_size=NAMESPACE.block_size,
+        hash_scheme=SCHEME,
+        state="ready",
+        num_running=0,
+        num_waiting=0,
+        waiting_uncached_tokens=0,
+        blocks=BlockCounts(free=16_384, cached=0, total=16_384),
+        prefill_tokens_per_s=8_000.0 + number,
+        decode_step_s=0.02,
+        max_model_len=2 * SIZES["131k"],
+        max_num_seqs=64,
+    )
 
 
 class Peer:
@@ -143,11 +183,11 @@ def prompt_of(num_tokens: int, *, seed: int) -> array[int]:
 
 
 def time_ms(call: Callable[[], object], num_calls: int) -> float:
-    """Returns processor time per call, milliseconds."""
-    begin = time.process_time()
+    """Returns this thread's processor time per call, milliseconds."""
+    begin = time.thread_time()
     for _ in range(num_calls):
         call()
-    return (time.process_time() - begin) / num_calls * 1e3
+    return (time.thread_time() - begin) / num_calls * 1e3
 
 
 async def time_async_ms(call: Callable[[], Awaitable[None]], num_calls: int) -> float:
@@ -158,29 +198,36 @@ async def time_async_ms(call: Callable[[], Awaitable[None]], num_calls: int) -> 
     return (time.process_time() - begin) / num_calls * 1e3
 
 
-async def measure(rounds: int) -> tuple[dict[str, float], str]:
+async def measure(rounds: int) -> tuple[dict[str, float | str], str]:
     """Measures in turns; returns the figures and what became of the peer."""
     prompts = {name: prompt_of(size, seed=size) for name, size in SIZES.items()}
-    bench = Bench(list(prompts.values()))
+    benches = {mix: Bench(list(prompts.values()), num_lengths=num) for mix, num in MIXES.items()}
     peer, said = await peer_of(list(prompts.values()))
     times: dict[str, list[float]] = {}
     turn = prompts["131k"][: SIZES["131k"] - TURN_TOKENS]
-    EventChain(bench.chains).extend(turn)
+    for bench in benches.values():
+        EventChain(bench.chains).extend(turn)
     for number in range(rounds):
+        turns = [turn + prompt_of(TURN_TOKENS, seed=8 * number + n) for n in range(8)]
         for name, prompt in prompts.items():
             calls = max(1, 65_536 // len(prompt))
-            times.setdefault(f"decision_ms_{name}", []).append(
-                time_ms(lambda p=prompt: bench.decide(p, ChainCache(NAMESPACE)), calls)  # type: ignore[misc]
+            times.setdefault(f"floor_ms_{name}", []).append(
+                time_ms(lambda p=prompt: block_hashes(p, parent=ROOT), calls)  # type: ignore[misc]
             )
+            for mix, bench in benches.items():
+                times.setdefault(f"decision_ms_{name}{mix}", []).append(
+                    time_ms(lambda b=bench, p=prompt: b.serve(p, ChainCache(NAMESPACE)), calls)  # type: ignore[misc]
+                )
             if peer is not None:
                 ids = prompt.tolist()
                 times.setdefault(f"dynamo_ms_{name}", []).append(
                     await time_async_ms(lambda ids=ids: peer.select(ids), calls)  # type: ignore[misc]
                 )
-        turns = iter([turn + prompt_of(TURN_TOKENS, seed=100 * number + n) for n in range(8)])
-        times.setdefault("next_turn_ms_131k", []).append(
-            time_ms(lambda turns=turns: bench.decide(next(turns), bench.chains), 8)  # type: ignore[misc]
-        )
+        for mix, bench in benches.items():
+            new = iter(turns)
+            times.setdefault(f"next_turn_ms_131k{mix}", []).append(
+                time_ms(lambda b=bench, new=new: b.serve(next(new), b.chains), len(turns))  # type: ignore[misc]
+            )
     figures = {name: min(values) for name, values in times.items()}
     for name in SIZES:
         if f"dynamo_ms_{name}" in figures:
@@ -190,7 +237,10 @@ async def measure(rounds: int) -> tuple[dict[str, float], str]:
         figures["vs_dynamo_next_turn_131k"] = (
             figures["dynamo_ms_131k"] / figures["next_turn_ms_131k"]
         )
-    return {name: round(value, 4) for name, value in figures.items()}, said
+    metrics: dict[str, float | str] = {
+        name: round(value, 4) for name, value in sorted(figures.items())
+    }
+    return metrics | {"dynamo": said}, said
 
 
 async def peer_of(prompts: Sequence[array[int]]) -> tuple[Peer | None, str]:
@@ -203,14 +253,20 @@ async def peer_of(prompts: Sequence[array[int]]) -> tuple[Peer | None, str]:
         return None, "dynamo: not here (pip install ai-dynamo-runtime), so nothing to compare with"
     peer = Peer(module)
     await peer.start(prompts)
-    return peer, "dynamo: SelectionService.select in this process, without KV events"
+    number = version("ai-dynamo-runtime")
+    return peer, f"dynamo: ai-dynamo-runtime {number}, SelectionService.select, without KV events"
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and write the report if asked to."""
     args = parse(argv)
     metrics, said = asyncio.run(measure(args.rounds))
-    print(table(("what", "measured"), [(key, f"{value:,}") for key, value in metrics.items()]))
+    print(
+        table(
+            ("what", "measured"),
+            [(key, str(value)) for key, value in metrics.items() if key != "dynamo"],
+        )
+    )
     print(said)
     print("sglang-router: offers no decision apart from its proxy, so it is not in this table")
     command = f"make bench-decision ARGS={shlex.quote(shlex.join(argv))}"

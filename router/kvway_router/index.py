@@ -105,7 +105,9 @@ class BlockIndex:
         matching = self._roster.on_tiers(node.held, slowest) if node is not None else 0
         while node is not None and matching:
             num = num_common(node, 0, hashes, depth, total)
-            full = self._roster.on_tiers(node.full, slowest) & matching
+            # What matches are bits of devices already.
+            full = self._roster.on_tiers(node.full, slowest) if slowest else node.full
+            full &= matching
             if lost := matching ^ full:
                 matched.update(self._roster.counts(node, lost, slowest, depth=depth, most=num))
             matching = full
@@ -130,10 +132,7 @@ class BlockIndex:
         Returns:
             Blocks on the host, and behind them on a disk, of those replicas that have any.
         """
-        if not any(
-            holdings[Tier.HOST].num_blocks or holdings[Tier.DISK].num_blocks
-            for _, holdings in self._roster.items()
-        ):
+        if not self._roster.has_slower():
             return {}
         host = self.match(hashes, slowest=Tier.HOST)
         found = {}

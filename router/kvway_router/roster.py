@@ -48,6 +48,11 @@ class Roster:
         """Returns all holdings of all replicas."""
         return [holding for holdings in self._replicas.values() for holding in holdings]
 
+    def has_slower(self) -> bool:
+        """Tells whether any replica holds a block on another tier than its device."""
+        tiers = self._replicas.values()
+        return any(host.num_blocks or disk.num_blocks for _, host, disk in tiers)
+
     def add(self, name: str) -> Holdings:
         """Returns what a replica holds; it is known from now on."""
         holdings = self._replicas.get(name)
@@ -138,6 +143,8 @@ class Roster:
 
 def _slots_of(bits: int) -> list[int]:
     """Returns the positions of the bits that are set."""
+    if bits and not bits & (bits - 1):  # one, as where one replica parts from the others
+        return [bits.bit_length() - 1]
     digits = bin(bits)[:1:-1]
     slots = []
     slot = digits.find("1")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from loadtests import bench_decision
-from loadtests.bench_decision import NAMESPACE, SIZES, Bench, prompt_of
+from loadtests.bench_decision import MIXES, NAMESPACE, SIZES, Bench, prompt_of
 
 PROMISED = {"decision_ms_2k", "decision_ms_8k", "decision_ms_131k", "next_turn_ms_131k"}
 
@@ -27,11 +27,15 @@ def test_the_report_has_the_figures_it_promises_or_says_what_is_missing(
     assert all(report["metrics"][key] > 0 for key in PROMISED)
 
 
-def test_what_is_measured_is_a_decision_about_all_replicas() -> None:
+@pytest.mark.parametrize("num_lengths", sorted(MIXES.values()))
+def test_what_is_measured_is_a_decision_about_all_replicas(num_lengths: int) -> None:
     prompt = prompt_of(SIZES["2k"], seed=1)
-    bench = Bench([prompt])
+    bench = Bench([prompt], num_lengths=num_lengths)
     decision = bench.decide(prompt, bench.chains)
     num_blocks = SIZES["2k"] // NAMESPACE.block_size
     held = [c.matched_blocks for c in decision.candidates]
-    assert sorted(held) == sorted(num_blocks * (number % 4) // 4 for number in range(16))
+    assert sorted(held) == sorted(
+        num_blocks * (number % num_lengths) // num_lengths for number in range(16)
+    )
+    assert len(set(held)) == num_lengths
     assert len({c.queued_s for c in decision.candidates}) > 1
