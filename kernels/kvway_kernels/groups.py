@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ _GROUP_FILL = 0.75
 """A decode group pads its members to the longest; at least this share of the keys is real."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DecodeGroup:
     """Requests of one row each, attended to together.
 
@@ -36,8 +37,7 @@ class DecodeGroup:
         lengths: their private keys: int64 [n].
         first_keys: the first that the row's window shows: int64 [n], 0 where there is no window.
         lone_blocks: where there is one request: its blocks, as a slice if they follow each other.
-        slots: for `compiled`: where the keys are, in chunks of 32: int64 [n, chunks, 32]. Where
-            there is no key that the row sees, its request's first private one is. Else empty.
+        block_size: tokens per block.
         is_whole_step: the rows are all rows of the step, in order.
         num_keys: private keys of the longest.
         is_even: nothing is padded and nothing hidden.
@@ -48,7 +48,7 @@ class DecodeGroup:
     lengths: Tensor
     first_keys: Tensor
     lone_blocks: BlockIds | None
-    slots: Tensor
+    block_size: int
     is_whole_step: bool
     num_keys: int
     is_even: bool
@@ -57,6 +57,17 @@ class DecodeGroup:
     def num_requests(self) -> int:
         """Requests in the group."""
         return len(self.rows)
+
+    @functools.cached_property
+    def slots(self) -> Tensor:
+        """Where the keys are, in chunks of 32: int64 [n, chunks, 32].
+
+        Where there is no key that the row sees, its request's first private one is.
+        """
+        with torch.inference_mode(mode=False):  # the same kind of tensor in every step
+            return _seen_slots(
+                self.tables, self.lengths, self.first_keys, self.num_keys, self.block_size
+            )
 
 
 def grouped(singles: Sequence[PrivateRows]) -> Iterator[list[PrivateRows]]:
@@ -83,9 +94,8 @@ def decode_group(
     num_rows: int,
     block_size: int,
     device: torch.device,
-    with_slots: bool,
 ) -> DecodeGroup:
-    """Prepare requests of one row each, in order of rows; with `slots` for `compiled`."""
+    """Prepare requests of one row each, in order of rows."""
     num_keys = max(rows.num_keys for rows in group)
     width = max(len(rows.blocks) for rows in group)
     buffer = array("q")
@@ -95,16 +105,13 @@ def decode_group(
     tables = torch.frombuffer(buffer, dtype=torch.int64).view(len(group), width).to(device)
     lengths = int64([rows.num_keys for rows in group]).to(device)
     first_keys = int64([max(0, rows.first_key) for rows in group]).to(device)
-    slots = tables.new_zeros(0, 0, CHUNK_KEYS)
-    if with_slots:
-        slots = _seen_slots(tables, lengths, first_keys, num_keys, block_size)
     return DecodeGroup(
         rows=int64([rows.row for rows in group]).to(device),
         tables=tables,
         lengths=lengths,
         first_keys=first_keys,
         lone_blocks=block_ids(group[0].blocks, device) if len(group) == 1 else None,
-        slots=slots,
+        block_size=block_size,
         is_whole_step=len(group) == num_rows,
         num_keys=num_keys,
         is_even=all(rows.num_keys == num_keys and rows.first_key <= 0 for rows in group),

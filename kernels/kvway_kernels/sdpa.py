@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvway_kernels import compiled
+from kvway_kernels import compiled, native
 from kvway_kernels.blocks import load, pieces
 from kvway_kernels.dense import attend as attend_dense
 from kvway_kernels.dense import shared_pass
@@ -36,6 +36,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend as `kvway_kernels.api.cascade_attention` promises; arguments already checked."""
     is_compiled = plan.implementation == "compiled"
+    if plan.units is not None and native.can_attend(q):
+        return _attend_natively(q, k_cache, v_cache, plan, scale=scale, softcap=softcap)
     parts = _shared(q, k_cache, v_cache, plan, scale=scale, softcap=softcap)
     if is_compiled and len(plan.decodes) == 1 and plan.decodes[0].num_requests == len(q):
         return _decode_compiled(
@@ -58,6 +60,29 @@ def attend(
         out.index_copy_(0, group.rows, group_out)
         lse.index_copy_(0, group.rows, group_lse)
     return out, lse
+
+
+def _attend_natively(
+    q: Tensor,
+    k_cache: KV,
+    v_cache: KV,
+    plan: PagedPlan,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Attend in one call; chunks of prompts add their private keys, and are merged, behind it."""
+    assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)  # noqa: PT018, S101
+    assert plan.units is not None  # noqa: S101
+    merged = not plan.prefills
+    out, lse = native.attend(
+        q, k_cache, v_cache, plan.units, scale=scale, softcap=softcap, merged=merged
+    )
+    if merged:
+        return out, lse
+    for prefill in plan.prefills:
+        _prefill(out[-1], lse[-1], q, k_cache, v_cache, prefill, scale=scale, softcap=softcap)
+    return merge_states(out, lse)
 
 
 def _shared(
