@@ -13,7 +13,7 @@ from aiohttp import web
 
 from kvway_core.errors import InvalidRequest, NotFound
 from kvway_core.web import json_response
-from kvway_router.decisions import DecisionStore, DecisionSummary, summarize
+from kvway_router.decisions import DecisionStore, DecisionSummary
 from kvway_router.fleet import Fleet
 
 _DEFAULT_LIMIT: Final = 50
@@ -67,10 +67,8 @@ class AdminHandlers:
         text = request.query.get("limit", str(_DEFAULT_LIMIT))
         if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) > 0):
             raise InvalidRequest("limit must be a whole number from 1 on.", param="limit")
-        latest = self._decisions.latest(int(text))
-        return json_response(
-            msgspec.json.encode(DecisionList([summarize(record) for record in latest]))
-        )
+        latest = self._decisions.summaries(int(text))
+        return json_response(msgspec.json.encode(DecisionList(latest)))
 
     async def decision(self, request: web.Request) -> web.Response:
         """``GET /admin/decisions/{id}``."""

@@ -132,15 +132,15 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     replica_id: str
     reason: str
-    detail: str
     price_of_work: float
     matched_tokens: int
     reachable_tokens: int
     sticky: bool
     predicted_ttft_s: float
     num_candidates: int
-    candidates: tuple[CandidateRecord, ...]
     attempts: tuple[AttemptRecord, ...]
+    detail: str = ""
+    candidates: tuple[CandidateRecord, ...] = ()
     status: int | None = None
     finish: str = "running"
     error: str | None = None
@@ -186,38 +186,70 @@ def shown_candidates(decision: Decision) -> tuple[CandidateRecord, ...]:
 
 
 class DecisionStore:
-    """The last records, by id and by age.
+    """The last records, by id and by age. What only a reader wants of a record is made for him.
 
     Invariants:
         1. It never holds more than `max_records`.
         2. Putting a record that is already there replaces it and keeps its place.
         3. A record that has been pushed out does not come back: its request's end is not lost in
            metrics and log, only here.
+        4. What is kept of a request that has ended is of `MAX_CANDIDATES` candidates at most.
     """
 
     def __init__(self, *, max_records: int) -> None:
         """Makes an empty store; with `max_records` 0 it stays empty."""
         self._max_records = max_records
-        self._records: OrderedDict[str, DecisionRecord] = OrderedDict()
+        self._records: OrderedDict[str, tuple[DecisionRecord, Decision | None]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def add(self, record: DecisionRecord) -> None:
-        """Adds the record of a new request, and forgets the oldest one when it is full."""
-        self._records[record.id] = record
+    def add(self, record: DecisionRecord, decision: Decision) -> None:
+        """Adds the record of a new request, and forgets the oldest one when it is full.
+
+        Args:
+            record: The record; its `detail` and `candidates` are left out.
+            decision: Where these come from.
+        """
+        self._records[record.id] = record, decision
         while len(self._records) > self._max_records:
             self._records.popitem(last=False)
 
-    def update(self, record: DecisionRecord) -> None:
-        """Puts a newer record of the same request in place, unless it was forgotten meanwhile."""
-        if record.id in self._records:
-            self._records[record.id] = record
+    def update(self, record: DecisionRecord, decision: Decision | None = None) -> None:
+        """Puts a newer record of the same request in place, unless it was forgotten meanwhile.
+
+        Args:
+            record: As in `add`.
+            decision: A newer one, if there is.
+        """
+        known = self._records.get(record.id)
+        if known is None:
+            return
+        decision = decision or known[1]
+        has_ended = record.finish != "running"
+        if has_ended and decision is not None and decision.num_candidates > MAX_CANDIDATES:
+            record, decision = _whole(record, decision), None
+        self._records[record.id] = record, decision
 
     def get(self, request_id: str) -> DecisionRecord | None:
-        """Returns the record of a request, None when it was never there or is forgotten."""
-        return self._records.get(request_id)
+        """Returns the whole record of a request, None when it was never there or is forgotten."""
+        known = self._records.get(request_id)
+        return _whole(*known) if known is not None else None
 
     def latest(self, limit: int) -> list[DecisionRecord]:
-        """Returns up to `limit` records, the newest first."""
-        return list(islice(reversed(self._records.values()), limit))
+        """Returns up to `limit` whole records, the newest first."""
+        return [_whole(*known) for known in islice(reversed(self._records.values()), limit)]
+
+    def summaries(self, limit: int) -> list[DecisionSummary]:
+        """Returns what a list shows of up to `limit` records, the newest first."""
+        newest = islice(reversed(self._records.values()), limit)
+        return [summarize(record) for record, _ in newest]
+
+
+def _whole(record: DecisionRecord, decision: Decision | None) -> DecisionRecord:
+    """Returns a record with what was left out, if anything was."""
+    if decision is None:
+        return record
+    return msgspec.structs.replace(
+        record, detail=decision.detail, candidates=shown_candidates(decision)
+    )

@@ -16,7 +16,7 @@ import structlog
 
 from kvway_core.clock import Clock
 from kvway_core.errors import ClientDisconnected, InternalError, KvwayError, ShuttingDown
-from kvway_router.decisions import AttemptRecord, DecisionRecord, DecisionStore, shown_candidates
+from kvway_router.decisions import AttemptRecord, DecisionRecord, DecisionStore
 from kvway_router.fleet import Traffic
 from kvway_router.policy import Decision
 from kvway_router.reading import Reading, ReadRequest, Route
@@ -104,20 +104,18 @@ class Trip:
             block_size=self._block_size,
             replica_id=decision.replica_id,
             reason=decision.reason.value,
-            detail=decision.detail,
             price_of_work=decision.price_of_work,
             matched_tokens=chosen.matched_blocks * self._block_size,
             reachable_tokens=decision.reachable_blocks * self._block_size,
             sticky=self.request.sticky,
             predicted_ttft_s=chosen.ttft_s,
-            num_candidates=len(decision.candidates),
-            candidates=shown_candidates(decision),
+            num_candidates=decision.num_candidates,
             attempts=(*attempts, attempt),
         )
         if self.record is None:
-            self._decisions.add(record)
+            self._decisions.add(record, decision)
         else:
-            self._decisions.update(record)
+            self._decisions.update(record, decision)
         self.record = record
 
     def recounted(self, reading: Reading) -> None:
