@@ -223,6 +223,11 @@ class FleetCollector(Collector):
             value=texts.cache.size_bytes,
         )
         yield CounterMetricFamily(
+            "kvway_router_tokenizer_failures",
+            "Pieces of text that the faster library failed at; the reference did them instead.",
+            value=texts.num_failed,
+        )
+        yield CounterMetricFamily(
             "kvway_router_rests_dropped",
             "Rests of prompts that were never read because too many waited.",
             value=self._rests.num_dropped,

@@ -133,11 +133,54 @@ def test_fastokens_runs_where_its_ids_are_the_same(folder: Path) -> None:
     assert tokenizer.library == FASTOKENS
     other = TextTokenizer(made, path=folder / "llama 3.json")
     assert other.library == TOKENIZERS
-    assert re.fullmatch(r"fastokens gives other ids for \d+ of 24 texts", other.library_why)
+    assert re.fullmatch(r"fastokens gives other ids for \d+ of 25 texts", other.library_why)
     with pytest.raises(ConfigError, match="other ids"):
         TextTokenizer(made, path=folder / "llama 3.json", library=FASTOKENS)
     slow = TextTokenizer(made, path=folder / "smollm.json", library=TOKENIZERS)
     assert (slow.library, slow.library_why) == (TOKENIZERS, "asked for")
+
+
+LONG_RUNS = {"line ends": "\n" * 1_000_100, "line ends and spaces": " \n" * 500_100}
+
+
+@pytest.mark.parametrize("run", LONG_RUNS)
+def test_what_fastokens_fails_at_the_reference_does(folder: Path, run: str) -> None:
+    """It gives up on a million characters of white space in a row."""
+    pytest.importorskip(FASTOKENS)
+    tokenizer = _with_fastokens(folder, "smollm")
+    assert tokenizer.library == FASTOKENS
+    before = tokenizer.num_failed
+    text = f"the end{LONG_RUNS[run]}x<|s|>and on"
+    made = tokenizer_of("smollm", "plain")
+    expected = made.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    assert tokenizer.encode(text) == expected
+    assert tokenizer.num_failed == before + 1
+
+
+def test_any_failure_of_fastokens_is_made_good_and_counted(folder: Path) -> None:
+    pytest.importorskip(FASTOKENS)
+    made = tokenizer_of("smollm", "plain")
+    tokenizer = TextTokenizer(made, path=folder / "smollm.json")
+
+    def fail(text: str) -> list[int]:
+        raise RuntimeError
+
+    tokenizer._encode = fail
+    assert tokenizer.encode("the quick") == made.encode("the quick").ids[1:-1]
+    assert tokenizer.num_failed == 1
+    slow = TextTokenizer(made)
+    slow._encode = fail
+    with pytest.raises(RuntimeError):  # nothing is behind the reference
+        slow.encode("the quick")
+
+
+def test_texts_without_tokens_do_not_change_how_long_a_token_is() -> None:
+    tokenizer = TextTokenizer(tokenizer_of("gpt-2", "plain"))
+    tokenizer._encode = lambda _: []
+    before = tokenizer.chars_per_token
+    for number in range(100):
+        assert tokenizer.encode(f"{number}" * 1000) == []
+    assert tokenizer.chars_per_token == before
 
 
 @pytest.mark.parametrize("kind", MAKERS)
