@@ -11,7 +11,8 @@ answers `[b"", topic, seq, payload]` for every batch it still has from there on,
 
 Decoding is liberal: batches and events as maps and as arrays, integer and byte hashes, unknown
 fields and unknown events. One bad event costs itself, never its batch, and what only informs is
-never a reason to lose an event.
+never a reason to lose an event. But a field of a stored block that is not known may name what its
+KV depends on, so that the block is no plain one then.
 
     vLLM 0.10 .. 0.23   [ts, [["BlockStored", hashes, parent, tokens, size, lora id, ...]], rank]
     vLLM since          [ts, [{"type": "BlockStored", "block_hashes": ...}], rank], or all of it
@@ -23,7 +24,8 @@ never a reason to lose an event.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 
@@ -41,7 +43,7 @@ END_SEQ = b"\xff" * 8
 """The seq frame that ends a replay: -1 as a signed 64-bit integer."""
 
 
-class BlockStored(msgspec.Struct, frozen=True, tag_field="type"):
+class BlockStored(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_fields=True):
     """Blocks became usable as a prefix, in chain order.
 
     Attributes:
@@ -59,6 +61,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type"):
         metadata: Of SGLang: a map that may have a "cache_salt".
         kv_dtype: Ours: what keys and values in the blocks are kept as, such as "int8". Left out
             where it is unknown; vLLM's readers skip it.
+        not_known: Values of fields that are not known. Not on the wire.
 
     What other engines alone send is typed loosely and left out where it is not set: ours is on the
     wire as it always was.
@@ -77,21 +80,27 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type"):
     locality: object = msgspec.UNSET
     metadata: object = msgspec.UNSET
     kv_dtype: object = msgspec.UNSET
+    not_known: object = msgspec.UNSET
 
     def num_plain(self) -> int:
         """Counts the leading blocks whose KV depends on nothing but the model and the tokens.
 
         The others belong to an adapter, a salt, an image or the like, and so does all that follows
-        them: no prompt of tokens alone finds them.
+        them: no prompt of tokens alone finds them. Nor does one find what is not understood: any
+        metadata and any unknown field that has a value.
         """
-        if self.lora_name or self.lora_id is not None or _has_salt(self.metadata):
+        more = self.metadata
+        if self.lora_name or self.lora_id is not None or _says_something(self.not_known):
+            return 0
+        if any(map(_says_something, more.values() if isinstance(more, dict) else (more,))):
             return 0
         keys = self.extra_keys
         if keys is None or keys is msgspec.UNSET:
             return len(self.block_hashes)
         if not isinstance(keys, list) or len(keys) != len(self.block_hashes):
             return 0  # not understood, so nothing is known of any of them
-        return next((place for place, key in enumerate(keys) if key), len(keys))
+        special = (place for place, key in enumerate(keys) if _says_something(key))
+        return next(special, len(keys))
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag_field="type"):
@@ -141,6 +150,21 @@ def decode_batch(payload: bytes) -> EventBatch:
     Raises:
         ProtocolError: If the batch around the events cannot be read or is too large.
     """
+    steps = decode_in_steps(payload)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            batch: EventBatch = done.value
+            return batch
+
+
+def decode_in_steps(payload: bytes) -> Generator[None, None, EventBatch]:
+    """Does what `decode_batch` does, event by event: for whoever has other work between them.
+
+    Raises:
+        ProtocolError: As `decode_batch`.
+    """
     if len(payload) > MAX_BATCH_BYTES:
         raise ProtocolError(
             f"a KV event batch of {len(payload)} bytes is over the limit of {MAX_BATCH_BYTES}"
@@ -150,7 +174,12 @@ def decode_batch(payload: bytes) -> EventBatch:
         wire = (_MAP_BATCH_DECODER if is_map else _ARRAY_BATCH_DECODER).decode(payload)
     except (ValueError, RecursionError) as exc:
         raise ProtocolError("a KV event batch is not msgpack [ts, [event, ...], rank]") from exc
-    events = [event for event in map(_decode_event, wire.events) if event is not None]
+    events: list[KVEvent] = []
+    for raw in wire.events:
+        event = _decode_event(raw)
+        if event is not None:
+            events.append(event)
+        yield
     return EventBatch(
         ts=wire.ts,
         events=tuple(events),
@@ -184,7 +213,9 @@ def unpack_seq(frame: bytes) -> int:
     return int(seq)
 
 
-class _StoredArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockStored"):
+class _StoredArray(
+    msgspec.Struct, frozen=True, array_like=True, tag="BlockStored", forbid_unknown_fields=True
+):
     """BlockStored as vLLM up to 0.23 and SGLang write it: an array, longer with each year."""
 
     block_hashes: list[int | bytes]
@@ -197,6 +228,8 @@ class _StoredArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockStore
     extra_keys: object = msgspec.UNSET
     group_idx: object = msgspec.UNSET
     kv_cache_spec_kind: object = msgspec.UNSET
+    kv_cache_spec_sliding_window: object = msgspec.UNSET
+    not_known: object = msgspec.UNSET
 
     def event(self) -> BlockStored:
         """Returns it as all events are; of a pair of tokens the first is the block's own."""
@@ -212,6 +245,7 @@ class _StoredArray(msgspec.Struct, frozen=True, array_like=True, tag="BlockStore
             extra_keys=self.extra_keys,
             group_idx=self.group_idx,
             kv_cache_spec_kind=self.kv_cache_spec_kind,
+            not_known=self.not_known,
         )
 
 
@@ -256,6 +290,15 @@ class _MapBatch(msgspec.Struct, frozen=True):
     boot_id: object = None
 
 
+_NOT_KNOWN: Final = "not_known"
+_STORED_FIELDS: Final = {"type", *BlockStored.__struct_fields__} - {_NOT_KNOWN}
+_UNDERSTOOD_FIELDS: Final = _STORED_FIELDS | {
+    "kv_cache_spec_sliding_window",
+    "ownership",
+    "session_id",
+}
+"""With those of vLLM that say nothing of what KV depends on."""
+_ARRAY_MARKS: Final = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
 _SEQ = struct.Struct(">Q")
 _ENCODER = msgspec.msgpack.Encoder()
 _ARRAY_BATCH_DECODER = msgspec.msgpack.Decoder(_ArrayBatch)
@@ -266,13 +309,39 @@ _ARRAY_DECODER = msgspec.msgpack.Decoder(_StoredArray | _RemovedArray | _Cleared
 
 def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
     """Returns the event in either form, None when it is unknown or malformed."""
+    is_map = _is_map(memoryview(raw))
     try:
-        if _is_map(memoryview(raw)):
-            return _MAP_DECODER.decode(raw)
-        event: KVEvent = _ARRAY_DECODER.decode(raw).event()
+        return _MAP_DECODER.decode(raw) if is_map else _ARRAY_DECODER.decode(raw).event()
+    except (ValueError, RecursionError):
+        if not is_map and memoryview(raw)[0] not in _ARRAY_MARKS:
+            return None
+    try:
+        return _decode_future_map(raw) if is_map else _decode_future_array(raw)
     except (ValueError, RecursionError):
         return None
-    return event
+
+
+def _decode_future_map(raw: msgspec.Raw) -> KVEvent:
+    """Reads stored blocks with fields that are not known.
+
+    Raises:
+        ValueError: It is something else, or malformed.
+    """
+    fields = msgspec.msgpack.decode(raw, type=dict[str, object])
+    known = {key: value for key, value in fields.items() if key in _STORED_FIELDS}
+    values = [value for key, value in fields.items() if key not in _UNDERSTOOD_FIELDS]
+    return msgspec.convert(known | {_NOT_KNOWN: _that_say_something(values)}, BlockStored)
+
+
+def _decode_future_array(raw: msgspec.Raw) -> KVEvent:
+    """Reads stored blocks that are told in a longer array; errors as `_decode_future_map`."""
+    items = msgspec.msgpack.decode(raw, type=list[object])
+    # The tag is in front, and what comes last here is never on the wire.
+    num_known = len(_StoredArray.__struct_fields__)
+    known, values = items[:num_known], items[num_known:]
+    if len(known) < num_known:
+        raise ValueError("a malformed event, not a longer one")
+    return msgspec.convert([*known, _that_say_something(values)], _StoredArray).event()
 
 
 def _is_map(raw: Sequence[int]) -> bool:
@@ -280,5 +349,10 @@ def _is_map(raw: Sequence[int]) -> bool:
     return raw[0] & 0xF0 == 0x80 or raw[0] in (0xDE, 0xDF)
 
 
-def _has_salt(metadata: object) -> bool:
-    return isinstance(metadata, dict) and bool(metadata.get("cache_salt"))
+def _says_something(value: object) -> bool:
+    """Says whether a field has a value: an empty list is how some engines write none."""
+    return value is not None and value is not msgspec.UNSET and value != []
+
+
+def _that_say_something(values: list[object]) -> list[object]:
+    return [value for value in values if _says_something(value)]

@@ -323,7 +323,34 @@ def test_each_engine_is_understood(name: str, events: tuple[object, ...]) -> Non
         ({"lora_id": 0}, 0),
         ({"metadata": {"cache_salt": "a salt"}}, 0),
         ({"metadata": {"cache_salt": None}}, 2),
-        ({"metadata": 7, "group_idx": "junk", "kv_cache_spec_kind": 3}, 2),
+        ({"group_idx": "junk", "kv_cache_spec_kind": 3, "locality": 7}, 2),
+        # What is not understood is not plain, whatever it is called and whatever it says.
+        ({"metadata": None}, 2),
+        ({"metadata": {}}, 2),
+        ({"metadata": []}, 2),
+        ({"metadata": {"cache_salt": []}}, 2),
+        ({"metadata": {"cache_salt": ""}}, 0),
+        ({"metadata": {"salt": "x"}}, 0),
+        ({"metadata": {"extra_key": 0}}, 0),
+        ({"metadata": {"cache_salt": None, "other": False}}, 0),
+        ({"metadata": [["cache_salt", "x"]]}, 0),
+        ({"metadata": 7}, 0),
+        ({"metadata": ""}, 0),
+        ({"cache_salt": "x"}, 0),
+        ({"cache_salt": ""}, 0),
+        ({"extra_key": 0}, 0),
+        ({"extra_key": {}}, 0),
+        ({"extra_key": None, "cache_salt": []}, 2),
+        ({"extra_key": None, "cache_salt": "x"}, 0),
+        ({"not_known": "x"}, 0),
+        ({"not_known": None}, 2),
+        ({"extra_keys": [0, None]}, 0),
+        ({"extra_keys": ["", None]}, 0),
+        ({"extra_keys": [None, 0]}, 1),
+        ({"extra_keys": [None, False]}, 1),
+        ({"extra_keys": [{}, None]}, 0),
+        # Of vLLM, and only informs.
+        ({"kv_cache_spec_sliding_window": 128, "ownership": "own", "session_id": "s"}, 2),
     ],
 )
 def test_what_depends_on_more_than_tokens_is_told_apart(
@@ -333,3 +360,51 @@ def test_what_depends_on_more_than_tokens_is_told_apart(
     (event,) = batch.events
     assert isinstance(event, BlockStored)
     assert event.num_plain() == num_plain
+
+
+TAIL: list[object] = [None, "GPU", None, None, 0, "full_attention", 128]
+"""Behind the block size, as the vLLM that wrote arrays last: up to the sliding window."""
+
+
+@pytest.mark.parametrize(
+    ("more", "num_plain"),
+    [
+        ([], 2),
+        ([None], 2),
+        ([None, []], 2),
+        ([0], 0),
+        ([""], 0),
+        ([None, None, {"cache_salt": "x"}], 0),
+        (["x", None], 0),
+    ],
+)
+def test_an_array_that_is_longer_than_any_that_is_known(
+    more: list[object], num_plain: int
+) -> None:
+    batch = decode_batch(pack(1.0, [["BlockStored", [1, 2], None, [3, 4], 1, *TAIL, *more]]))
+    (event,) = batch.events
+    assert isinstance(event, BlockStored)
+    assert (event.block_hashes, event.token_ids, event.block_size) == ([1, 2], [3, 4], 1)
+    assert (event.medium, event.kv_cache_spec_kind) == ("GPU", "full_attention")
+    assert event.num_plain() == num_plain
+
+
+def test_fields_that_are_not_known_cost_nothing_else() -> None:
+    """Byte hashes, pairs of tokens and removals are read as ever."""
+    stored = stored_map(block_hashes=[b"\x01" * 32, 2**64 - 1], parent_block_hash=b"p", more="x")
+    array = ["BlockStored", [b"\x02"], -5, [[3, 4], [4, 5]], 2, *TAIL, "x"]
+    removed = {"type": "BlockRemoved", "block_hashes": [7], "more": "x"}
+    batch = decode_batch(pack(1.0, [stored, array, removed, ["BlockRemoved", [8], "GPU", 0, "x"]]))
+    one, other, *gone = batch.events
+    assert isinstance(one, BlockStored)
+    assert isinstance(other, BlockStored)
+    assert (one.block_hashes, one.parent_block_hash) == ([b"\x01" * 32, 2**64 - 1], b"p")
+    assert (other.block_hashes, other.token_ids) == ([b"\x02"], [3, 4])
+    assert gone == [BlockRemoved([7]), BlockRemoved([8], "GPU", 0)]
+    assert batch.num_skipped == 0
+
+
+@pytest.mark.parametrize("field", ["block_hashes", "token_ids", "block_size"])
+def test_a_bad_event_with_fields_that_are_not_known_costs_itself_alone(field: str) -> None:
+    batch = decode_batch(pack(1.0, [stored_map(more=1) | {field: "junk"}, stored_map()]))
+    assert (len(batch.events), batch.num_skipped) == (1, 1)
