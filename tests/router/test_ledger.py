@@ -459,3 +459,17 @@ def test_what_is_kept_of_a_load_is_what_would_be_reckoned_anew(
         assert list(again) == list(anew)
         assert np.allclose(again.matrix, anew.matrix, rtol=1e-12, atol=0)
     assert num_kept > 20
+
+
+def test_loads_that_were_given_out_stay_what_they_were(ledger: Ledger) -> None:
+    """A decision is read long after it was made, and was made from these."""
+    for name in "ab":
+        hear(ledger, f"{name}:1", report(prefill_tokens_per_s=70.0))
+    given = ledger.loads([("a:1", 7), ("b:1", 7)])
+    loads, matrix, queued_s = list(given), given.matrix.copy(), list(given.queued_s)
+    ledger.charge(candidate("b"))
+    newer = ledger.loads([("a:1", 7), ("b:1", 7)])
+    assert newer[1].queued_prefill_s > 0
+    assert newer.queued_s[1] == newer[1].queued_prefill_s
+    assert (list(given), given.queued_s) == (loads, queued_s)
+    assert np.array_equal(given.matrix, matrix)
