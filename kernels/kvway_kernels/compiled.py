@@ -1,5 +1,7 @@
 """Paged decode by torch.compile: keys and values are read where they lie, never copied.
 
+On a GPU, in bfloat16, and for odd sizes of heads; in float32 on a CPU native.py does it.
+
     slots [n, keys]  ->  scores = sum over D of q x K[slot]      one pass over the keys
                          weights = exp(score - largest)          small: a number per key and head
                          sum over keys of weights x V[slot]      one pass over the values
@@ -73,7 +75,9 @@ def decode(
     with torch.no_grad():
         part_out, part_lse = parts or (None, None)
         if group.is_whole_step and group.num_requests == len(q):
-            rows = q[:]  # another tensor of the same numbers: marks stay inside
+            # A tensor of its own: marks stay inside, and strides are the same in every step. A
+            # graph depends on strides, also of a lone row, which `contiguous` would leave alone.
+            rows = q.clone(memory_format=torch.contiguous_format)
         else:
             rows = q.index_select(0, group.rows)
             if part_out is not None and part_lse is not None:
@@ -192,13 +196,13 @@ def _main() -> None:
     from kvway_kernels.api import cascade_attention, plan
     from kvway_kernels.rows import RequestRows
 
-    print("requests x keys   sdpa ms   compiled ms   (9 and 3 heads of 64, best of 10)")  # noqa: T201
+    print("requests x keys   sdpa ms   compiled ms   (9 and 3 heads of 64, bfloat16, best of 10)")  # noqa: T201
     for num_requests, num_blocks in ((1, 64), (8, 64), (16, 16)):
         total = num_requests * num_blocks
         order = torch.randperm(total).tolist()
         tables = [order[i * num_blocks : (i + 1) * num_blocks] for i in range(num_requests)]
-        k_cache, v_cache = torch.randn(2, total, 16, 3, 64)
-        q = torch.randn(num_requests, 9, 64)
+        k_cache, v_cache = torch.randn(2, total, 16, 3, 64).bfloat16()
+        q = torch.randn(num_requests, 9, 64).bfloat16()
         times = []
         for name in ("sdpa", "compiled"):
             requests = [RequestRows(1, 16 * num_blocks, table) for table in tables]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import time
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +15,8 @@ import torch
 
 from kvway_kernels.costs import Costs, HeadShape, calibrate
 from kvway_worker.scheduling.prefix_groups import CascadeCosts
+from kvway_worker.torch_engine.compiling import told
+from kvway_worker.torch_engine.processor import processor_name
 
 _VERSION: Final = 1
 """Of the file, and of what is timed and how: others are measured again."""
@@ -121,18 +123,21 @@ def kept(setting: Setting, *, folder: Path, measure: Callable[[], Costs]) -> Cas
     """Return the costs in a setting's file; where there is none or a bad one, measure and write.
 
     A file appears whole or not at all. One that cannot be written is logged: the next start
-    measures again.
+    measures again. How long it took is logged, too.
     """
     path = setting.file(folder)
     costs = _read(path, setting)
-    is_kept = costs is not None
+    source: dict[str, object] = {"from": "file"}
     if costs is None:
-        costs = measure()
+        started_s = time.monotonic()
+        with told("measuring_attention", implementation=setting.implementation):
+            costs = measure()
+        source = {"from": "measured", "duration_s": round(time.monotonic() - started_s, 2)}
         _write(path, _Kept(setting, costs))
     _log.info(
         "attention_costs",
         **{name: f"{value:.3g}" for name, value in msgspec.to_builtins(costs).items()},
-        **{"from": "file" if is_kept else "measured"},
+        **source,
         path=str(path),
     )
     return CascadeCosts(
@@ -160,21 +165,18 @@ def _read(path: Path, setting: Setting) -> Costs | None:
 
 
 def _write(path: Path, content: _Kept) -> None:
+    # A name of this process's own; `open` gives it the rights that files of this user have.
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.json.encode(content))
-        Path(file.name).replace(path)
+        try:
+            draft.write_bytes(msgspec.json.encode(content))
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
     except OSError as error:
         _log.warning("attention_costs_not_kept", path=str(path), error=str(error))
 
 
 def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return os.uname().machine
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else os.uname().machine
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
