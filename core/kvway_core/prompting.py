@@ -34,7 +34,42 @@ class TokenReader:
         return self.token_ids
 
 
-PromptReader = TextReader | TokenReader
+class EndReader:
+    """The last tokens of a text; read like a text (`TextReader`), but there only once it ends."""
+
+    def __init__(self, reader: TextReader, *, keep: int) -> None:
+        self._reader = reader
+        self._keep = keep
+        self.token_ids: Sequence[int] = ()
+        self.piece_keys: Sequence[int] = ()
+        self.done = False
+
+    @property
+    def head(self) -> str:
+        """The first characters of the text, kept or not."""
+        return self._reader.head
+
+    @property
+    def num_tokens(self) -> int:
+        """How many are kept; about so many while it is not done."""
+        return min(self._reader.num_tokens, self._keep)
+
+    def advance(self, num_chars: int) -> int:
+        """Reads on as `TextReader.advance`; there is nothing to see of it before the end."""
+        left = self._reader.advance(num_chars)
+        if self._reader.done and not self.done:
+            self.token_ids = self._reader.token_ids[-self._keep :]
+            self.done = True
+        return left
+
+    def finish(self) -> Sequence[int]:
+        """Reads to the end and returns the ids that are kept."""
+        _ = self._reader.finish()
+        _ = self.advance(0)
+        return self.token_ids
+
+
+PromptReader = TextReader | TokenReader | EndReader
 """One prompt that is tokenized from the front, as far as it is asked for."""
 
 
@@ -61,7 +96,7 @@ def read_prompts(
 ) -> list[PromptReader]:
     """Returns each prompt of a request, to be tokenized as far as it is needed.
 
-    What is to be truncated is tokenized at once: its end is what counts.
+    Takes no longer than it takes to render: nothing is tokenized yet.
 
     Args:
         request: What was asked for.
@@ -81,12 +116,10 @@ def read_prompts(
         if isinstance(prompt, str):
             if keep is None and max_model_len is not None:
                 check_text_fits(prompt, encoder, max_model_len=max_model_len, param=param)
-            reader: PromptReader = encoder.read_text(
-                prompt, add_special_tokens=_adds_special(request)
-            )
+            reader = encoder.read_text(prompt, add_special_tokens=_adds_special(request))
+            readers.append(reader if keep is None else EndReader(reader, keep=keep))
         else:
-            reader = TokenReader(prompt)
-        readers.append(reader if keep is None else TokenReader(reader.finish()[-keep:]))
+            readers.append(TokenReader(prompt if keep is None else prompt[-keep:]))
     return readers
 
 

@@ -111,6 +111,9 @@ class Router:
         self.readers = ReaderPool(
             num_threads=settings.reader_threads, max_waiting=settings.max_waiting_prompts
         )
+        self._parsers = ReaderPool(
+            num_threads=settings.reader_threads, max_waiting=settings.max_waiting_prompts
+        )
         self._rests = RestReader()
         self._client = ReplicaClient(
             connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
@@ -129,6 +132,7 @@ class Router:
             index=index,
             ledger=ledger,
             readers=self.readers,
+            parsers=self._parsers,
             rests=self._rests,
             client=self._client,
             trips=TripLog(
@@ -175,6 +179,7 @@ class Router:
         """
         async with AsyncExitStack() as opening:
             opening.callback(self.readers.close)
+            opening.callback(self._parsers.close)
             opening.callback(self._rests.close)
             await opening.enter_async_context(self._client)
             opening.push_async_callback(self._api.cleanup)

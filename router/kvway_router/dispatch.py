@@ -138,6 +138,8 @@ class Dispatcher:
         index: Who holds which blocks.
         ledger: Who is how busy.
         readers: Threads for phase 1.
+        parsers: Threads for what is not even parsed when its time is up: nobody tokenizes there,
+            so it waits behind no long prompt.
         rests: Reads what phase 1 left.
         client: The way to replicas.
         trips: Where the story of each request goes.
@@ -156,6 +158,7 @@ class Dispatcher:
         index: BlockIndex,
         ledger: Ledger,
         readers: ReaderPool,
+        parsers: ReaderPool,
         rests: RestReader,
         client: ReplicaClient,
         trips: TripLog,
@@ -171,6 +174,7 @@ class Dispatcher:
         self._index = index
         self._ledger = ledger
         self._readers = readers
+        self._parsers = parsers
         self._rests = rests
         self._client = client
         self._trips = trips
@@ -252,8 +256,8 @@ class Dispatcher:
                 await self._read_on(reading)
         except TimeoutError:
             reading.overdue = True
-            if not reading.is_parsed:  # what is malformed must be said, however long it takes
-                await self._readers.run(reading.parse)
+            if not reading.is_parsed:  # what is malformed must be said
+                await self._parsers.run(reading.parse)
         return reading
 
     async def _read_on(self, reading: Reading) -> None:

@@ -44,6 +44,9 @@ FIRST_STEP_CHARS: Final = 1024
 _DOUBT: Final = 1.5
 """A prompt whose length is estimated may be so much longer."""
 
+_SLICE_CHARS: Final = 16 * 1024
+"""New text that is read before it is asked whether the time is up."""
+
 
 class Route(Enum):
     """The routes that generate; the value is the path, here and at every replica."""
@@ -150,7 +153,7 @@ class Reading:
         request: What is known. There once `parse` has returned.
         is_parsed: Whether it has.
         front_done: Whether the first prompt was read to its end.
-        overdue: Whether it was routed as it was when its time was up.
+        overdue: Set when its time is up: then `advance` ends soon, and it is routed as it is.
         piece_keys: What names the beginnings of the first prompt, the one that comes next as well.
 
     Args:
@@ -199,7 +202,7 @@ class Reading:
         return self.piece_keys[-1] if self.piece_keys and not self.front_done else None
 
     def parse(self) -> None:
-        """Decodes and checks the body and renders its prompts; tokenizes what it must at once.
+        """Decodes and checks the body and renders its prompts; tokenizes nothing.
 
         Raises:
             InvalidRequest: As `read_request`.
@@ -242,20 +245,21 @@ class Reading:
         Raises:
             InvalidRequest: As `parse`.
             ModelNotFound: As `parse`.
-            ContextLengthExceeded: As `read_request`. What may be too long is read whole, so that
-                it can be said.
+            ContextLengthExceeded: As `read_request`. What may be too long is read on, so that it
+                can be said.
         """
         self.parse()
         with self._read_lock:
-            left = self._step_chars
-            for prompt in self._prompts:
-                left = prompt.advance(left)
+            left, limit = self._step_chars, self._max_model_len
             self._step_chars *= 2
-            limit = self._max_model_len
-            if limit is not None:
-                for prompt in self._prompts:
-                    if prompt.num_tokens * _DOUBT >= limit:
-                        prompt.finish()
+            for prompt in self._prompts:
+                while left > 0 and self._goes_on(prompt):
+                    step = min(left, _SLICE_CHARS)
+                    left -= step - prompt.advance(step)
+                while limit is not None and self._goes_on(prompt):
+                    if prompt.num_tokens * _DOUBT < limit:
+                        break
+                    _ = prompt.advance(_SLICE_CHARS)
             self._publish()
         self.check_fits()
 
@@ -281,6 +285,10 @@ class Reading:
                 "of which the answer needs at least one; shorten the prompt.",
                 param="messages" if self._route is Route.CHAT else "prompt",
             )
+
+    def _goes_on(self, prompt: PromptReader) -> bool:
+        """Says whether there is more of a prompt, and time for it."""
+        return not prompt.done and not self.overdue
 
     def _publish(self) -> None:
         """Puts what is known by now into `request`."""

@@ -81,6 +81,52 @@ def test_a_prompt_that_may_be_too_long_is_read_whole(encoder: PromptEncoder) -> 
     assert not fits.front_done
 
 
+@pytest.mark.parametrize("max_model_len", [None, 200_000])
+def test_whose_time_is_up_is_read_no_further(
+    encoder: PromptEncoder, *, max_model_len: int | None
+) -> None:
+    """Neither in a long step nor where the prompt may be too long; its rest is for others."""
+    text = " ".join(f"word{number}" for number in range(18_000))
+    reading = reading_of(encoder, text, max_model_len=max_model_len)
+    reading._step_chars = 1 if max_model_len else 10**9
+    encode, asked = encoder.texts._encode, 0
+
+    def encode_once(text: str) -> Any:
+        nonlocal asked
+        asked += len(text)
+        reading.overdue = True
+        return encode(text)
+
+    encoder.texts._encode = encode_once
+    reading.advance()
+    assert 0 < asked <= 16 * 1024 + 2048
+    assert not reading.front_done
+    reading.advance()
+    assert asked <= 16 * 1024 + 2048
+    reading.finish()
+    assert reading.request.num_tokens == len(text)
+
+
+def test_the_end_of_a_text_is_read_like_a_text(encoder: PromptEncoder) -> None:
+    """Of a prompt that is to be truncated nothing is known before its end."""
+    body = {"model": MODEL, "prompt": [PAGE * 200, "x"], "truncate_prompt_tokens": 40}
+    model = ServedModel(name=MODEL, encoder=encoder, namespace=Namespace(MODEL))
+    reading = Reading(
+        json.dumps(body).encode(), route=Route.COMPLETIONS, model=model, max_model_len=None
+    )
+    gate = Gate(encoder)
+    reading.parse()
+    assert gate.texts == []
+    assert reading.request.prefix_key
+    gate.open.set()
+    reading.advance()
+    assert (reading.front_done, len(reading.request.hashes)) == (False, 0)
+    while not reading.done:
+        reading.advance()
+    assert tuple(reading.request.hashes) == hashes_of((PAGE * 200)[-40:])
+    assert reading.request.num_tokens == 41
+
+
 def test_other_prompts_are_counted_by_estimate_until_they_are_read(
     encoder: PromptEncoder,
 ) -> None:
@@ -272,12 +318,29 @@ async def test_a_malformed_body_is_refused_however_long_it_waits(
     gate = Gate(encoder)
     slow = asyncio.create_task(bench.chat(PAGE * 100))
     await asyncio.to_thread(gate.asked.wait)
-    refused = asyncio.create_task(bench.chat("x", temperature="hot"))
+    status, _, answer = await bench.chat("x", temperature="hot")
+    assert (status, answer["error"]["param"]) == (400, "temperature")
     status, _, _ = await slow
     assert status == 200
     gate.open.set()
-    status, _, answer = await refused
-    assert (status, answer["error"]["param"]) == (400, "temperature")
+
+
+@pytest.mark.parametrize("truncated", [True, False])
+async def test_whose_time_is_up_waits_for_no_other_prompt(
+    start_roomy: StartBench, encoder: PromptEncoder, *, truncated: bool
+) -> None:
+    """All threads are in the middle of a piece, and stay there."""
+    bench = await start_roomy(1, tokenize_timeout_s=0.05, reader_threads=2)
+    fields = {"truncate_prompt_tokens": 50} if truncated else {}
+    gate = Gate(encoder)
+    async with asyncio.timeout(30):
+        answers = await asyncio.gather(
+            *(bench.chat(PAGE * 100 + str(n), **fields) for n in range(6)), bench.chat("short")
+        )
+    assert [status for status, _, _ in answers] == [200] * 7
+    metrics = await bench.metrics()
+    assert metrics['kvway_router_prompts_total{read="overdue"}'] == 7
+    gate.open.set()
 
 
 async def test_a_replica_that_left_is_not_listed_again(
