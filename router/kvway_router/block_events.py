@@ -5,7 +5,7 @@ Of another engine see `rehash.py`; which of the two is right is known before any
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol, assert_never
 
 from kvway_core.blocks import BlockHash, event_hash
@@ -24,16 +24,21 @@ TIERS: Final[Mapping[str | None, Tier]] = {
 """Where the index lists the blocks of a medium; others, which a replica shares, are not listed."""
 
 _LOW_64_BITS: Final = 2**64 - 1
+_STEP_BLOCKS: Final = 1024
+"""How many blocks are entered or removed in one step."""
 
 
 class BlockEvents(Protocol):
     """What the events of one replica mean for the index."""
 
-    def apply(self, batch: EventBatch) -> int:
+    def steps(self, batch: EventBatch) -> Iterator[int]:
         """Enters the events of a batch into the index, in order.
 
-        Returns:
-            How many events were of no use.
+        Does some milliseconds' work at most between two yields. Nothing else may be entered before
+        the last.
+
+        Yields:
+            How many events were of no use since the last time.
         """
         ...
 
@@ -57,42 +62,55 @@ class OwnBlocks:
         self._replica_id = replica_id
         self._block_size = block_size
 
-    def apply(self, batch: EventBatch) -> int:
+    def steps(self, batch: EventBatch) -> Iterator[int]:
         """Enters a batch; counts the events whose blocks have another size."""
-        num_skipped = 0
         for event in batch.events:
             match event:
                 case BlockStored():
-                    num_skipped += not self._store(event)
+                    yield from self._store(event)
                 case BlockRemoved():
-                    tier = TIERS.get(event.medium)
-                    if tier is not None:
-                        hashes = [low_64_bits(block_hash) for block_hash in event.block_hashes]
-                        self._index.remove(self._replica_id, hashes, tier=tier)
+                    yield from self._remove(event)
                 case AllBlocksCleared():
                     self._index.clear(self._replica_id)
+                    yield 0
                 case _:
                     assert_never(event)
-        return num_skipped
 
     def clear(self) -> None:
         """Forgets all that the replica held."""
         self._index.clear(self._replica_id)
 
-    def _store(self, event: BlockStored) -> bool:
+    def _store(self, event: BlockStored) -> Iterator[int]:
         tier = TIERS.get(event.medium)
         if tier is None:
-            return True
+            return
         if event.block_size != self._block_size:
-            return False
-        parent = event.parent_block_hash
-        self._index.store(
-            self._replica_id,
-            None if parent is None else low_64_bits(parent),
-            [low_64_bits(block_hash) for block_hash in event.block_hashes],
-            tier=tier,
-        )
-        return True
+            yield 1
+            return
+        before = event.parent_block_hash
+        parent = None if before is None else low_64_bits(before)
+        for hashes in _in_parts(event.block_hashes):
+            self._index.store(self._replica_id, parent, hashes, tier=tier)
+            parent = hashes[-1]
+            yield 0
+
+    def _remove(self, event: BlockRemoved) -> Iterator[int]:
+        tier = TIERS.get(event.medium)
+        if tier is None:
+            return
+        for hashes in _in_parts(event.block_hashes):
+            self._index.remove(self._replica_id, hashes, tier=tier)
+            yield 0
+
+
+def apply(blocks: BlockEvents, batch: EventBatch) -> int:
+    """Enters a whole batch at once; returns how many events were of no use."""
+    return sum(blocks.steps(batch))
+
+
+def _in_parts(block_hashes: Sequence[int | bytes]) -> Iterator[list[int]]:
+    for start in range(0, len(block_hashes), _STEP_BLOCKS):
+        yield [low_64_bits(each) for each in block_hashes[start : start + _STEP_BLOCKS]]
 
 
 def low_64_bits(block_hash: int | bytes) -> int:

@@ -241,7 +241,7 @@ class ReplicaFeed:
         for action in actions:
             match action:
                 case Apply(batch):
-                    self._stats.num_bad += self._blocks.apply(batch)
+                    self._stats.num_bad += sum(self._blocks.steps(batch))
                 case Clear(reason):
                     self._blocks.clear()
                     if reason == ClearReason.LOST:

@@ -17,6 +17,8 @@ which block a later event means:
 A block of the index is listed on a tier while every engine block that it takes a part of is there.
 The sizes need not divide each other, and the engine's is learned from each event.
 
+Blocks are entered a few at a time, so that whoever enters many can do something else in between.
+
 Not entered: what depends on more than the tokens (an adapter, a salt, an image), with all that
 follows it, so that no other prompt takes it for its own; groups of layers that do not keep the
 whole prefix; what is at a peer.
@@ -30,15 +32,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, assert_never
 
+import msgspec
+
 from kvway_core.blocks import BlockHash, block_hashes, event_hash
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvway_router.block_events import TIERS, low_64_bits
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
+from kvway_router.orphans import Orphans, Run
 
 _WHOLE_PREFIX: Final = frozenset({"full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of groups of layers that keep the KV of every token."""
 _MAX_GROUPS: Final = 64
+_STEP_BLOCKS: Final = 256
+_STEP_TOKENS: Final = 4096
+"""How much is entered in one step, in blocks and in tokens; one block at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +55,15 @@ class RehashOptions:
 
     Attributes:
         max_blocks: Engine blocks; the least recently stored go first, and out of the index too.
+        max_tokens: Tokens in them, for large blocks.
         max_waiting_blocks: Blocks that wait for their parent; the oldest go first.
+        max_waiting_tokens: Tokens in them, which are kept, four bytes each.
     """
 
     max_blocks: int = 1_000_000
+    max_tokens: int = 64_000_000
     max_waiting_blocks: int = 65_536
+    max_waiting_tokens: int = 4_000_000
 
 
 class _Block:
@@ -94,23 +106,13 @@ class _Block:
         return self.made() if self.rest else self.inner
 
 
-class _Waiting:
-    """An event whose parent is not known; the blocks from `num_blocks` on are gone meanwhile."""
-
-    __slots__ = ("event", "num_blocks")
-
-    def __init__(self, event: BlockStored) -> None:
-        self.event = event
-        self.num_blocks = len(event.block_hashes)
-
-
 class EngineBlocks:
     """Events of an engine with hashes of its own.
 
     Invariants:
         1. A block of the index is listed by it on a tier only while all engine blocks that it
            takes tokens of were stored there and not removed.
-        2. At most `max_blocks` are known and `max_waiting_blocks` wait.
+        2. No more are known and wait than the options say, in blocks and in tokens.
         3. What depends on more than tokens is never listed.
 
     Args:
@@ -145,31 +147,33 @@ class EngineBlocks:
         # alone. Empty while the sizes are the same.
         self._makers: dict[Tier, Counter[int]] = {tier: Counter() for tier in Tier}
         self._groups: set[int] = set()
-        self._waiting: dict[int, list[_Waiting]] = {}
-        self._waits_in: dict[int, _Waiting] = {}
+        self._num_tokens = 0
+        self._orphans = Orphans(
+            max_blocks=self._options.max_waiting_blocks,
+            max_tokens=self._options.max_waiting_tokens,
+        )
 
-    def apply(self, batch: EventBatch) -> int:
+    def steps(self, batch: EventBatch) -> Iterator[int]:
         """Enters a batch; counts the events that do not have the tokens of their blocks."""
-        num_skipped = 0
         for event in batch.events:
             match event:
                 case BlockStored():
-                    num_skipped += not self._on_stored(event)
+                    yield from self._on_stored(event)
                 case BlockRemoved():
-                    self._on_removed(event)
+                    yield from self._on_removed(event)
                 case AllBlocksCleared():
                     self.clear()
+                    yield 0
                 case _:
                     assert_never(event)
-        return num_skipped
 
     def clear(self) -> None:
         """Forgets all that the replica held."""
         self._blocks.clear()
         for makers in self._makers.values():
             makers.clear()
-        self._waiting.clear()
-        self._waits_in.clear()
+        self._num_tokens = 0
+        self._orphans.clear()
         self._index.clear(self._replica_id)
 
     @property
@@ -180,78 +184,64 @@ class EngineBlocks:
     @property
     def num_waiting(self) -> int:
         """Engine blocks that wait for their parent."""
-        return len(self._waits_in)
+        return self._orphans.num_blocks
 
     # -- stored ---------------------------------------------------------------------------------
 
-    def _on_stored(self, event: BlockStored) -> bool:
+    def _on_stored(self, event: BlockStored) -> Iterator[int]:
         tier = TIERS.get(event.medium)
-        if tier is None or event.locality == "REMOTE" or not self._keeps_prefix(event):
-            return True
+        if tier is None or not _is_local(event) or not self._keeps_prefix(event):
+            yield 0
+            return
         if not event.token_ids:
             # How vLLM tells that blocks it named before went to a slower tier.
-            return self._store_known([low_64_bits(h) for h in event.block_hashes], tier)
-        if _tokens_per_block(event) is None or not _are_tokens(event.token_ids):
-            return False
+            yield from self._store_known([low_64_bits(h) for h in event.block_hashes], tier)
+            return
+        run = Run.of(event, tier)
+        if run is None:
+            yield 1
+            return
         self.engine_block_size = event.block_size
-        ready = [_Waiting(event)]
+        yield from self._enter(run)
+
+    def _enter(self, run: Run) -> Iterator[int]:
+        """Enters blocks behind their parent, and then what waited for them; or has them wait."""
+        ready = [(run, 0)]
         while ready:
-            ready += self._enter(ready.pop())
-        while len(self._blocks) > self._options.max_blocks:
+            run, start = ready.pop()
+            end = start + min(_STEP_BLOCKS, max(1, _STEP_TOKENS // run.size))
+            part = run.part(start, end)
+            if part.parent is not None and part.parent not in self._blocks:
+                self._orphans.wait(run.part(start, len(run.keys)))
+            else:
+                self._chain(part)
+                ready += [(waiting, 0) for waiting in self._orphans.take(part.keys)]
+                if end < len(run.keys):
+                    ready.append((run, end))
+                self._evict()
+            yield 0
+
+    def _evict(self) -> None:
+        options = self._options
+        while len(self._blocks) > options.max_blocks or self._num_tokens > options.max_tokens:
             oldest = next(iter(self._blocks))
-            for each in Tier:
-                self._remove([oldest], each)
-        return True
+            for tier in Tier:
+                self._remove([oldest], tier)
 
-    def _enter(self, item: _Waiting) -> list[_Waiting]:
-        """Enters blocks behind their parent, or has them wait for it.
-
-        Returns:
-            Events that waited for one of them.
-        """
-        event = item.event
-        tier = TIERS[event.medium]
-        parent_key = None
-        parent = self._root
-        if event.parent_block_hash is not None:
-            parent_key = low_64_bits(event.parent_block_hash)
-            known = self._blocks.get(parent_key)
-            if known is None:
-                self._wait(parent_key, item)
-                return []
-            parent = known
-        keys = [low_64_bits(h) for h in event.block_hashes[: item.num_blocks]]
-        self._chain(event, keys, parent_key=parent_key, parent=parent, tier=tier)
-        if not self._waiting:
-            return []
-        ready = [item for key in keys for item in self._waiting.pop(key, ())]
-        for each in ready:
-            for block_hash in each.event.block_hashes:
-                self._waits_in.pop(low_64_bits(block_hash), None)
-        return ready
-
-    def _chain(
-        self,
-        event: BlockStored,
-        keys: Sequence[int],
-        *,
-        parent_key: int | None,
-        parent: _Block,
-        tier: Tier,
-    ) -> None:
-        """Hashes the blocks of an event and lists those of the index that they complete."""
-        size = _tokens_per_block(event) or 0
-        own_size = self._block_size
-        num_plain = 0 if parent.end is None else min(event.num_plain(), len(keys))
+    def _chain(self, run: Run) -> None:
+        """Hashes blocks behind a known one and lists those of the index that they complete."""
+        parent = self._root if run.parent is None else self._blocks[run.parent]
+        parent_key, size, own_size = run.parent, run.size, self._block_size
+        num_plain = 0 if parent.end is None else min(run.num_plain, len(run.keys))
         stream = array("I")
         stream.frombytes(parent.rest)
         num_before = len(stream)
-        stream.extend(event.token_ids[: num_plain * size])
+        stream.extend(run.tokens[: num_plain * size])
         chain: list[BlockHash] = []
         if parent.end is not None:
             chain = block_hashes(stream, parent=parent.end, block_size=own_size)
         num_done = 0
-        for place, key in enumerate(keys):
+        for place, key in enumerate(run.keys):
             block = _Block(parent_key, None, b"", size)
             if place < num_plain:
                 start = num_before + place * size
@@ -265,7 +255,7 @@ class EngineBlocks:
                     num_done = num_whole
             self._know(key, block)
             parent_key = key
-        self._list(keys, tier)
+        self._list(run.keys, run.tier)
 
     def _know(self, key: int, block: _Block) -> None:
         """Remembers a block; one that is told of again keeps where it is and what it lent."""
@@ -276,13 +266,17 @@ class EngineBlocks:
             else:
                 for tier in Tier:
                     self._remove([key], tier)
-            self._blocks.pop(key, None)
+            if self._blocks.pop(key, None) is not None:
+                self._num_tokens -= known.size
         self._blocks[key] = block
+        self._num_tokens += block.size
 
-    def _store_known(self, keys: Sequence[int], tier: Tier) -> bool:
+    def _store_known(self, keys: Sequence[int], tier: Tier) -> Iterator[int]:
         known = [key for key in keys if key in self._blocks]
-        self._list(known, tier)
-        return bool(known)
+        for start in range(0, len(known), _STEP_BLOCKS):
+            self._list(known[start : start + _STEP_BLOCKS], tier)
+            yield 0
+        yield int(not known)
 
     def _list(self, keys: Sequence[int], tier: Tier) -> None:
         """Puts known blocks on a tier, and lists there what is whole then, run by run."""
@@ -344,50 +338,33 @@ class EngineBlocks:
             self._groups.add(group)
         return keeps
 
-    # -- waiting --------------------------------------------------------------------------------
-
-    def _wait(self, parent_key: int, item: _Waiting) -> None:
-        for block_hash in item.event.block_hashes:
-            self._waits_in[low_64_bits(block_hash)] = item
-        self._waiting.setdefault(parent_key, []).append(item)
-        while len(self._waits_in) > self._options.max_waiting_blocks:
-            for dropped in self._waiting.pop(next(iter(self._waiting))):
-                for block_hash in dropped.event.block_hashes:
-                    self._waits_in.pop(low_64_bits(block_hash), None)
-
-    def _cut(self, key: int, tier: Tier) -> None:
-        """Takes a block that waits, and those behind it, out of its event."""
-        item = self._waits_in.get(key)
-        if item is None or TIERS[item.event.medium] is not tier:
-            return
-        keys = [low_64_bits(block_hash) for block_hash in item.event.block_hashes]
-        item.num_blocks = min(item.num_blocks, keys.index(key))
-
     # -- removed --------------------------------------------------------------------------------
 
-    def _on_removed(self, event: BlockRemoved) -> None:
+    def _on_removed(self, event: BlockRemoved) -> Iterator[int]:
         tier = TIERS.get(event.medium)
         group = event.group_idx
-        if tier is None or event.locality == "REMOTE":
-            return
-        if isinstance(group, int) and group not in self._groups:
-            return  # of layers that are not listed
-        self._remove([low_64_bits(block_hash) for block_hash in event.block_hashes], tier)
+        # A group that is not listed has removals of its own.
+        is_listed = not isinstance(group, int) or group in self._groups
+        if tier is not None and event.locality != "REMOTE" and is_listed:
+            keys = [low_64_bits(block_hash) for block_hash in event.block_hashes]
+            for start in range(0, len(keys), _STEP_BLOCKS):
+                self._remove(keys[start : start + _STEP_BLOCKS], tier)
+                yield 0
+        yield 0
 
     def _remove(self, keys: Sequence[int], tier: Tier) -> None:
         gone: list[int] = []
         for key in keys:
+            self._orphans.cut(key, tier)
             block = self._blocks.get(key)
-            if block is None:
-                self._cut(key, tier)
-                continue
-            if not block.tiers >> tier & 1:
+            if block is None or not block.tiers >> tier & 1:
                 continue
             block.tiers &= ~(1 << tier)
             gone += block.lent
             gone += self._unmake(block, tier)
             if not block.tiers:
                 del self._blocks[key]
+                self._num_tokens -= block.size
                 self._give_back(block)
         if gone:
             self._index.remove(self._replica_id, gone, tier=tier)
@@ -413,16 +390,6 @@ class EngineBlocks:
                 lender.lent = tuple(h for h in lender.lent if h != borrowed)
 
 
-def _tokens_per_block(event: BlockStored) -> int | None:
-    """Returns how many tokens each block has; None where the event does not tell.
-
-    The last page of SGLang may be short, and then it comes alone.
-    """
-    num_tokens, num_blocks = len(event.token_ids), len(event.block_hashes)
-    if num_blocks and num_tokens == num_blocks * event.block_size:
-        return event.block_size
-    return num_tokens if num_blocks == 1 and 0 < num_tokens < event.block_size else None
-
-
-def _are_tokens(token_ids: Sequence[int]) -> bool:
-    return min(token_ids) >= 0 and max(token_ids) < 2**32
+def _is_local(event: BlockStored) -> bool:
+    """Says whether blocks are the replica's own, for all that is understood."""
+    return event.locality in (msgspec.UNSET, None, "LOCAL")

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 from typing_extensions import override
 
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
-from kvway_router.block_events import OwnBlocks
+from kvway_router.block_events import OwnBlocks, apply
 from kvway_router.feed_state import (
     Action,
     Apply,
@@ -106,7 +106,7 @@ class FeedMachine(RuleBasedStateMachine):
         for action in actions:
             match action:
                 case Apply(batch):
-                    assert self.blocks.apply(batch) == 0
+                    assert apply(self.blocks, batch) == 0
                 case Clear():
                     self.index.clear(REPLICA)
                 case Replay(start_seq):

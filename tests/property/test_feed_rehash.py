@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from kvway_core.blocks import Namespace, block_hashes, event_hash
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
+from kvway_router.block_events import apply
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from kvway_router.rehash import EngineBlocks, RehashOptions
@@ -52,7 +53,7 @@ class RehashMachine(RuleBasedStateMachine):
         return self.keys.setdefault(path, 1000 + 7 * len(self.keys))
 
     def say(self, event: KVEvent) -> None:
-        assert self.blocks.apply(EventBatch(ts=0.0, events=(event,))) == 0
+        assert apply(self.blocks, EventBatch(ts=0.0, events=(event,))) == 0
 
     def is_plain(self, path: Path) -> bool:
         """Blocks whose first token is 9 have an image in them."""
@@ -136,6 +137,7 @@ class RehashMachine(RuleBasedStateMachine):
     @invariant()
     def lends_nothing_to_nobody(self) -> None:
         known = self.blocks._blocks
+        assert self.blocks._num_tokens == sum(block.size for block in known.values())
         made = {block_hash for block in known.values() for block_hash in block.made()}
         for block in known.values():
             assert set(block.lent) <= made
@@ -147,7 +149,97 @@ class TailsFirstMachine(RehashMachine):
     tails_first = True
 
 
-class BoundedMachine(RehashMachine):
+class OrphanMachine(RehashMachine):
+    """Blocks whose parent is not there wait, each once however often it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd: set[tuple[Tier, int]] = set()
+
+    @rule(
+        data=st.data(),
+        medium=st.sampled_from(sorted(MEDIA)),
+        repeats=st.integers(1, 3),
+        is_removed=st.booleans(),
+    )
+    @precondition(lambda self: self.keys)
+    def store_orphans(
+        self, data: st.DataObject, medium: str, repeats: int, *, is_removed: bool
+    ) -> None:
+        """Blocks that were named before, behind what may be gone by now."""
+        last = data.draw(st.sampled_from(sorted(self.keys)))
+        run = [last[: place + 1] for place in range(data.draw(st.integers(0, 2)), len(last))]
+        if not run:
+            return
+        parent = run[0][:-1]
+        for _ in range(repeats):
+            self.say(
+                BlockStored(
+                    block_hashes=[self.key(path) for path in run],
+                    parent_block_hash=self.key(parent) if parent else None,
+                    token_ids=[token for path in run for token in path[-1]],
+                    block_size=self.size,
+                    medium=medium,
+                    extra_keys=[[["image", 0]] if path[-1][0] == 9 else None for path in run],
+                )
+            )
+            self.held[MEDIA[medium]].update(run)
+            if is_removed:
+                gone = data.draw(st.sampled_from(run))
+                self.held[MEDIA[medium]].discard(gone)
+                self.say(BlockRemoved([self.key(gone)], medium))
+
+    @rule(
+        medium=st.sampled_from(sorted(MEDIA)),
+        keys=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+        parent=st.integers(1, 4),
+        repeats=st.integers(1, 3),
+        is_removed=st.booleans(),
+    )
+    def store_nonsense(
+        self, medium: str, keys: list[int], parent: int, repeats: int, *, is_removed: bool
+    ) -> None:
+        """Blocks behind themselves, behind one another, twice in an event, behind nobody."""
+        tier = MEDIA[medium]
+        for _ in range(repeats):
+            self.say(
+                BlockStored(
+                    block_hashes=list(keys),
+                    parent_block_hash=parent,
+                    token_ids=[7] * (len(keys) * self.size),
+                    block_size=self.size,
+                    medium=medium,
+                )
+            )
+            self.odd.update((tier, key) for key in keys)
+            if is_removed:
+                self.odd.discard((tier, keys[0]))
+                self.say(BlockRemoved([keys[0]], medium))
+
+    @override
+    def clear(self) -> None:
+        self.odd.clear()
+        super().clear()
+
+    @override
+    @invariant()
+    def lists_what_is_whole(self) -> None:
+        self.index.check_invariants()
+        for tier in MEDIA.values():
+            assert set(self.index.blocks(REPLICA, tier)) <= self.expected(tier)
+        assert self.blocks.num_blocks <= len(set().union(*self.held.values()))
+
+    @invariant()
+    def keeps_what_waits_once(self) -> None:
+        """In blocks and in tokens: a run may name a block twice, and is kept as it is."""
+        orphans = self.blocks._orphans
+        orphans.check()
+        num_named = 3 * len(self.odd) + sum(map(len, self.held.values()))
+        assert orphans.num_blocks <= num_named
+        assert orphans.num_tokens == orphans.num_blocks * self.size
+
+
+class BoundedMachine(OrphanMachine):
     """With room for few blocks nothing is made up either."""
 
     def __init__(self) -> None:
@@ -157,7 +249,9 @@ class BoundedMachine(RehashMachine):
             REPLICA,
             root=ROOT,
             block_size=SIZE,
-            options=RehashOptions(max_blocks=5, max_waiting_blocks=5),
+            options=RehashOptions(
+                max_blocks=5, max_tokens=30, max_waiting_blocks=5, max_waiting_tokens=20
+            ),
         )
 
     @override
@@ -165,7 +259,9 @@ class BoundedMachine(RehashMachine):
     def lists_what_is_whole(self) -> None:
         self.index.check_invariants()
         assert self.blocks.num_blocks <= 5
-        assert self.blocks.num_waiting <= 8
+        assert self.blocks.num_waiting <= 5
+        assert self.blocks._orphans.num_tokens <= 20
+        assert sum(block.size for block in self.blocks._blocks.values()) <= 30
         for tier in MEDIA.values():
             assert set(self.index.blocks(REPLICA, tier)) <= self.expected(tier)
 
@@ -174,7 +270,9 @@ _MORE = settings(max_examples=30, stateful_step_count=25, deadline=None)
 
 TestRehash = RehashMachine.TestCase
 TestTailsFirst = TailsFirstMachine.TestCase
+TestOrphans = OrphanMachine.TestCase
 TestBounded = BoundedMachine.TestCase
 TestRehash.settings = _MORE
 TestTailsFirst.settings = _MORE
+TestOrphans.settings = _MORE
 TestBounded.settings = _MORE

@@ -18,7 +18,7 @@ from kvway_core.events import (
     encode_batch,
     pack_seq,
 )
-from kvway_router.block_events import OwnBlocks
+from kvway_router.block_events import OwnBlocks, apply
 from kvway_router.feed import ReplicaFeed
 from kvway_router.feed_source import FeedSource
 from kvway_router.feed_state import FeedOptions, FeedPosition, FeedStats
@@ -254,7 +254,7 @@ def test_events_enter_under_their_low_64_bits_on_the_tier_of_their_medium() -> N
     )
     batch = EventBatch(ts=0.0, events=events)
     assert encode_batch(batch)
-    assert OwnBlocks(index, REPLICA, block_size=16).apply(batch) == 0
+    assert apply(OwnBlocks(index, REPLICA, block_size=16), batch) == 0
     assert index.match([low, 2**64 - 1]) == {REPLICA: 2}
     assert index.match([5, 6]) == {}
     assert index.match([5, 6], slowest=Tier.HOST) == {REPLICA: 1}

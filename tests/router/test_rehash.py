@@ -9,6 +9,7 @@ import pytest
 
 from kvway_core.blocks import Namespace, block_hashes, event_hash
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
+from kvway_router.block_events import apply
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from kvway_router.rehash import EngineBlocks, RehashOptions
@@ -41,7 +42,7 @@ class Engine:
         )
 
     def say(self, *events: KVEvent) -> int:
-        return self.blocks.apply(EventBatch(ts=0.0, events=events))
+        return apply(self.blocks, EventBatch(ts=0.0, events=events))
 
     def matched(self, tokens: Sequence[int] = TOKENS, *, tier: Tier = Tier.DEVICE) -> int:
         return self.index.match(prompt(tokens), slowest=tier).get(self.name, 0)
@@ -274,6 +275,76 @@ def test_orphans_wait_for_their_parent() -> None:
     assert (engine.matched(), engine.blocks.num_waiting) == (0, 2)
     engine.say(stored([1], TOKENS[:4]))
     assert (engine.matched(), engine.blocks.num_waiting) == (3, 0)
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+@pytest.mark.parametrize("parent", [999, 7, 8], ids=["unknown", "itself", "one another"])
+def test_an_orphan_that_is_told_again_waits_once(parent: int, *, is_removed: bool) -> None:
+    engine = Engine()
+    for _ in range(100):
+        engine.say(stored([7], TOKENS[:4], parent=parent), stored([8], TOKENS[:4], parent=7))
+        if is_removed:
+            engine.say(removed(7))
+    assert engine.blocks.num_waiting == 2 - is_removed
+    held = engine.blocks._orphans
+    assert (len(held._runs), held.num_tokens) == (2 - is_removed, SIZE * (2 - is_removed))
+
+
+def test_an_orphan_that_waits_on_two_tiers_is_removed_from_one() -> None:
+    engine = Engine()
+    engine.say(
+        stored([2], TOKENS[4:8], parent=1),
+        stored([2], TOKENS[4:8], parent=1, medium="CPU"),
+        removed(2),
+        stored([1], TOKENS[:4]),
+        stored([1], [], medium="CPU"),
+    )
+    assert (engine.matched(), engine.matched(tier=Tier.HOST)) == (1, 2)
+
+
+def test_an_orphan_that_is_known_on_another_tier_is_removed_too() -> None:
+    engine = Engine(max_blocks=1)
+    engine.say(stored([1], TOKENS[:4], medium="CPU"), stored([2], TOKENS[4:8], parent=1))
+    engine.say(stored([2], TOKENS[4:8], parent=1, medium="CPU"), removed(2, medium="CPU"))
+    engine.say(stored([1], TOKENS[:4], medium="CPU"))
+    assert engine.matched(tier=Tier.HOST) == 1
+
+
+def test_tokens_of_an_engines_blocks_are_bounded_too() -> None:
+    """A few large blocks would take what many small ones may."""
+    engine = Engine(max_tokens=100, max_waiting_tokens=100)
+    for number in range(10):
+        engine.say(stored([number], [number] * 40, size=40))
+        engine.say(stored([100 + number], TOKENS[:40], parent=1000 + number, size=40))
+        engine.say(stored([200, 201, 202], TOKENS[:36] * 3, parent=1000 + number, size=36))
+    assert (engine.blocks.num_blocks, engine.blocks.num_waiting) == (2, 2)
+    assert engine.blocks._orphans.num_tokens == 80
+    assert len(engine.index) == 20
+
+
+def test_a_block_that_no_engine_has_is_of_no_use() -> None:
+    engine = Engine()
+    assert engine.say(stored([1], [5] * 16_385, size=16_385)) == 1
+    assert engine.say(stored([1], [5] * 16_384, size=16_384)) == 0
+
+
+@pytest.mark.parametrize(("size", "num_blocks"), [(1, 3000), (4, 3000), (6, 1000), (4096, 3)])
+def test_a_large_event_is_entered_in_steps(size: int, num_blocks: int) -> None:
+    """In order, and as if at once; so are removals and what waited in between."""
+    engine, tokens = Engine(), [n % 977 for n in range(size * num_blocks)]
+    keys = list(range(1, num_blocks + 1))
+    engine.say(stored([5000], TOKENS[:size], parent=keys[num_blocks // 2], size=min(size, 48)))
+    batch = EventBatch(ts=0.0, events=(stored(keys, tokens, size=size),))
+    matched = []
+    for num_skipped in engine.blocks.steps(batch):
+        assert num_skipped == 0
+        matched.append(engine.matched(tokens))
+    assert matched == sorted(matched)
+    assert matched[-1] == len(tokens) // SIZE
+    assert max(b - a for a, b in zip([0, *matched], matched, strict=False)) <= 4096 // SIZE
+    batch = EventBatch(ts=0.0, events=(removed(*reversed(keys)),))
+    assert sum(1 for _ in engine.blocks.steps(batch)) >= num_blocks / 256
+    assert engine.matched(tokens) == 0
 
 
 def test_an_orphan_that_is_removed_does_not_come_back_with_its_parent() -> None:
