@@ -77,7 +77,7 @@ class Prompt(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         num_tokens: Tokens of the prompt.
         block_size: Tokens per block.
-        prefix_key: Names the beginning of the prompt, such as the hash of its first block: several
+        prefix_key: Names the beginning of the prompt, such as a hash of its first blocks: several
             routers put equal beginnings at the same one of equal replicas.
         num_output_tokens: Output to reckon with, for the memory term.
         sticky_key: What the client wants kept together; takes the place of `prefix_key` where

@@ -37,6 +37,8 @@ STICKY_HEADER: Final = "x-kvway-sticky"
 EXPECTED_OUTPUT_TOKENS: Final = 256
 """Longest answer that the choice reckons with: clients allow far more than most answers take."""
 
+KEY_BLOCKS: Final = 8
+"""Blocks that name a prompt's beginning. One alone is a chat template's words, which all share."""
 
 FIRST_STEP_CHARS: Final = 1024
 """New text of a prompt that is read before anybody is asked whether they hold it."""
@@ -90,8 +92,11 @@ class ReadRequest:
 
     @property
     def prefix_key(self) -> bytes:
-        """Names the beginning of the first prompt; empty when it has no full block."""
-        return self.hashes[0].to_bytes(8, "big") if self.hashes else self.text_key
+        """Names the first `KEY_BLOCKS` of the first prompt, or all its blocks; empty for none."""
+        hashes = self.hashes
+        if not hashes:
+            return self.text_key
+        return hashes[min(KEY_BLOCKS, len(hashes)) - 1].to_bytes(8, "big")
 
 
 @dataclass(frozen=True, slots=True)

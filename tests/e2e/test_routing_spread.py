@@ -6,14 +6,30 @@ What is compared is work that replicas were given, in tokens, and never time.
 from __future__ import annotations
 
 import random
+from itertools import count
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
-from tests.e2e.routing import BLOCK, chat, hold_all, num_requests, words, work
+from kvway_core.blocks import Namespace
+from kvway_core.prompts import PromptEncoder
+from kvway_router.policy import rendezvous
+from kvway_router.reading import Route, ServedModel, read_request
+from tests.e2e.routing import BLOCK, chat, hold_all, text_of, words, work
+from tests.router.conftest import MODEL
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kvway_core.testing.fake_replica import FakeReplica
     from tests.e2e.conftest import StartRouters
+
+
+@pytest.fixture
+def encoder(byte_model: Path) -> PromptEncoder:
+    return PromptEncoder.load(byte_model)
 
 
 async def test_many_users_of_one_short_system_prompt_spread(start_routers: StartRouters) -> None:
@@ -78,30 +94,59 @@ async def test_sessions_stay_where_their_history_is(start_routers: StartRouters)
     assert max(len(replica.requests) for replica in bench.replicas) <= len(turns) / 2
 
 
+def texts_of_each(
+    replicas: Sequence[FakeReplica], encoder: PromptEncoder, *, num_each: int
+) -> list[list[str]]:
+    """System prompts by the replica that the hash of their beginning points at."""
+    served = ServedModel(MODEL, encoder, Namespace(MODEL, BLOCK))
+    names = [replica.replica_id.encode() for replica in replicas]
+    texts: list[list[str]] = [[] for _ in names]
+    for number in count():
+        text = words(f"system {number:03}", 1600)
+        body = msgspec.json.encode({"model": MODEL, **chat(text, "")})
+        key = read_request(body, route=Route.CHAT, model=served, max_model_len=None).prefix_key
+        home = max(range(len(names)), key=lambda place: rendezvous(key, names[place]))
+        texts[home].append(text)
+        if all(len(found) >= num_each for found in texts):
+            break
+    return [found[:num_each] for found in texts]
+
+
 @pytest.mark.parametrize("num_routers", [2, 4, 8])
 async def test_routers_that_do_not_talk_place_alike(
-    start_routers: StartRouters, num_routers: int
+    start_routers: StartRouters, encoder: PromptEncoder, num_routers: int
 ) -> None:
-    """Sixteen system prompts, users at any router: most are computed once, not once per router."""
-    benches = await start_routers(4, num_routers)
-    systems = [words(f"system {n:02}", 1600) for n in range(16)]
+    """Sixteen system prompts, four of each replica by their hash, users at any router.
+
+    No router ever sees a replica with more than its share, so each is computed once.
+    """
+    benches = await start_routers(4, num_routers, load={"num_waiting": 0})
+    replicas = benches[0].replicas
+    homes = texts_of_each(replicas, encoder, num_each=4)
     rng = random.Random(7)
     for _ in range(6):
-        for number in rng.sample(range(16), 16):
+        for group in zip(*homes, strict=True):
             bench = rng.choice(benches)
-            status, _, _ = await bench.chat("", **chat(systems[number], words("user", 64)))
-            assert status == 200
+            for system in group:
+                status, _, _ = await bench.chat("", **chat(system, words("user", 64)))
+                assert status == 200
+                await bench.router.dispatcher.running.wait_idle()
+    for place, replica in enumerate(replicas):
+        assert [len(replica.requests) for replica in replicas] == [24] * 4
+        systems = {text_of(request).partition("|user")[0] for request in replica.requests}
+        assert systems == {f"|system\n{system}" for system in homes[place]}
+
+
+@pytest.mark.parametrize("num_routers", [4, 8])
+async def test_cold_prompts_that_come_to_all_routers_at_once_do_not_meet(
+    start_routers: StartRouters, encoder: PromptEncoder, num_routers: int
+) -> None:
+    """They share the words of the template, which must not point them all at one replica."""
+    benches = await start_routers(4, num_routers, load={"num_waiting": 0}, probe_interval_s=30)
     replicas = benches[0].replicas
-    assert num_requests(replicas) == 96
-    placed = sum(
-        any(system[:40] in request.body.decode() for request in replica.requests)
-        for system in systems
-        for replica in replicas
-    )
-    # One place each is 16; routers that draw lots would make so many:
-    drawn = 16 * 4 * (1 - 0.75**num_routers)
-    assert placed <= 0.95 * drawn
-    assert max(len(replica.requests) for replica in replicas) <= 48
+    homes = texts_of_each(replicas, encoder, num_each=num_routers // 4)
+    await hold_all(benches, [chat(text, "") for home in homes for text in home])
+    assert [len(replica.requests) for replica in replicas] == [num_routers // 4] * 4
 
 
 async def test_a_sticky_key_keeps_requests_together_that_share_nothing(

@@ -12,7 +12,14 @@ import pytest
 from kvway_core.blocks import Namespace, block_hashes, event_hash
 from kvway_core.errors import InvalidRequest, Overloaded
 from kvway_core.prompts import PromptEncoder
-from kvway_router.reading import ReaderPool, ReadRequest, Route, ServedModel, read_request
+from kvway_router.reading import (
+    KEY_BLOCKS,
+    ReaderPool,
+    ReadRequest,
+    Route,
+    ServedModel,
+    read_request,
+)
 from tests.router.conftest import MODEL
 
 TEXT = "the quick brown fox jumps over the lazy dog and on"
@@ -46,8 +53,15 @@ def test_a_prompt_below_one_block_has_no_hashes(encoder: PromptEncoder) -> None:
 
 
 def test_equal_beginnings_have_equal_keys(encoder: PromptEncoder) -> None:
-    keys = {read(encoder, prompt="x" * 16 + rest).prefix_key for rest in ("", "a", "b" * 40)}
+    begins = "x" * 16 * KEY_BLOCKS
+    keys = {read(encoder, prompt=begins + rest).prefix_key for rest in ("", "a", "b" * 40)}
     assert len(keys) == 1
+
+
+def test_prompts_that_share_a_template_only_have_keys_of_their_own(encoder: PromptEncoder) -> None:
+    """Else they all meet at the replica that its words point at."""
+    keys = {read(encoder, prompt="x" * 16 + rest * 20).prefix_key for rest in "abc"}
+    assert len(keys) == 3
 
 
 @pytest.mark.parametrize(
