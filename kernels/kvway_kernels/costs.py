@@ -112,11 +112,12 @@ def calibrate(
     implementation: str = "auto",
     budget_s: float = BUDGET_S,
 ) -> Costs:
-    """Measure what attention costs here, in under 2 s with the default budget.
+    """Measure what attention costs here: in under 2 s on an idle machine, beside compiling.
 
     Each kind of step is timed several times and the shortest counts, so that what else runs on the
     machine matters little. The blocks of tables and runs are scattered: runs whose blocks follow
-    each other cost less. What is compiled at first use is not in the budget.
+    each other cost less. The budget ends no round, and two are always timed; what is compiled at
+    first use is not in it. An engine that has run a step has compiled what is timed here.
 
     Args:
         shape: heads of the model's layers.
@@ -202,16 +203,18 @@ class _Steps:
         num_blocks = shared_blocks + most * own_blocks
         size = (num_blocks, _BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         layer_bytes = 2 * math.prod(size) * kv_dtype.itemsize
-        self._caches = [
-            (
-                torch.full(size, 1.0, device=device).to(kv_dtype),
-                torch.full(size, 1.0, device=device).to(kv_dtype),
-            )
-            for _ in range(max(2, -(-_CACHED_BYTES // layer_bytes)))
-        ]
-        self._scales: Tensor | None = None
-        if kv_dtype in DTYPES.values():
-            self._scales = torch.full(size[:3], 0.5, dtype=SCALE_DTYPE, device=device)
+        # As a model's are: a graph that is made for tensors of inference mode is another one.
+        with torch.inference_mode(mode=False):
+            self._caches = [
+                (
+                    torch.full(size, 1.0, device=device).to(kv_dtype),
+                    torch.full(size, 1.0, device=device).to(kv_dtype),
+                )
+                for _ in range(max(2, -(-_CACHED_BYTES // layer_bytes)))
+            ]
+            self._scales: Tensor | None = None
+            if kv_dtype in DTYPES.values():
+                self._scales = torch.full(size[:3], 0.5, dtype=SCALE_DTYPE, device=device)
         self._turn = 0
         self._device = device
         self._scale = shape.head_dim**-0.5

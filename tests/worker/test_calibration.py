@@ -99,6 +99,36 @@ def test_a_file_of_another_setting_or_with_nonsense_is_not_used(
     assert measure.num_times == 2
 
 
+def test_a_file_that_cannot_be_put_in_place_leaves_none_behind(tmp_path: Path) -> None:
+    SETTING.file(tmp_path).mkdir()
+    with capture_logs() as logs:
+        kept(SETTING, folder=tmp_path, measure=Measuring())
+    assert "attention_costs_not_kept" in [log["event"] for log in logs]
+    assert list(tmp_path.iterdir()) == [SETTING.file(tmp_path)]
+
+
+def test_others_may_read_the_file_as_they_may_others_of_this_user(tmp_path: Path) -> None:
+    kept(SETTING, folder=tmp_path, measure=Measuring())
+    (tmp_path / "other").touch()
+    assert SETTING.file(tmp_path).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_how_long_it_took_to_measure_is_told(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        for _ in range(2):
+            kept(SETTING, folder=tmp_path, measure=Measuring())
+    assert [log["event"] for log in logs] == [
+        "measuring_attention_started",
+        "measuring_attention_done",
+        "attention_costs",
+        "attention_costs",
+    ]
+    assert logs[2]["from"] == "measured"
+    assert logs[2]["duration_s"] >= 0
+    assert logs[3]["from"] == "file"
+    assert "duration_s" not in logs[3]
+
+
 def test_where_nothing_can_be_written_it_is_measured_each_time(tmp_path: Path) -> None:
     measure = Measuring()
     (tmp_path / "file").touch()

@@ -1,19 +1,29 @@
-"""Kernels that torch compiles for this machine: where they are kept, and how the wait is told."""
+"""Kernels that torch compiles for this machine: where they are kept, and what is told.
+
+That is how long one waits, and whose fault it is where compiling fails.
+"""
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import structlog
 import torch
 
+from kvway_core.errors import ConfigError
 from kvway_core.models import kvway_home
+from kvway_worker.torch_engine.processor import processor_flags, processor_name
 
 _CACHE_DIR: Final = "TORCHINDUCTOR_CACHE_DIR"
 """Torch's own variable for the folder."""
@@ -22,20 +32,37 @@ _THREADS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 """Torch's own variable, too. More than one are processes of their own, which stay: they do not pay
 for a few kernels."""
 
+_HEADERS: Final = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+"""Likewise. To compile headers first takes longer than what a few kernels save by it, it asks for
+openssl, and their folder is another."""
+
 _TELL_EVERY_S: Final = 10.0
+
+_ELF_HEADER: Final = struct.Struct("<4s 36x Q 10x HH 2x")
+"""Of a 64-bit library: magic, where its table of sections is, size and number of entries of it."""
 
 _log: Final = structlog.get_logger()
 
 
 def compiled_home(env: Mapping[str, str]) -> Path:
-    """Return kvway's folder for what this version of torch compiles; it may not exist yet."""
-    return kvway_home(env) / "compiled" / f"torch-{torch.__version__}"
+    """Return kvway's folder for what is compiled here; it may not exist yet.
+
+    Each version of torch and each kind of processor has its own: code is compiled for all that a
+    processor can do, another of a shared home might not be able to run it.
+    """
+    name = processor_name()
+    flags = " ".join(sorted(processor_flags()))
+    kind = sha256(f"{name}\n{flags}".encode()).hexdigest()[:8]
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40]
+    return kvway_home(env) / "compiled" / f"torch-{torch.__version__}-{slug}-{kind}"
 
 
 def keep_compiled(env: MutableMapping[str, str]) -> Path | None:
     """Let torch keep what it compiles, so that the next start finds it, and compile on one thread.
 
-    Several processes may use the folder at the same time: torch locks what it writes.
+    Several processes may use the folder at the same time: torch locks what it writes. Libraries
+    that are cut off, as by a process that was killed while it wrote them, are deleted: to load one
+    may end the process.
 
     Args:
         env: the process's environment; what somebody told torch in it is left.
@@ -51,10 +78,13 @@ def keep_compiled(env: MutableMapping[str, str]) -> Path | None:
 
     if _THREADS not in env:
         config.compile_threads = 1
-    named = env.get(_CACHE_DIR)
-    if named and named != default_cache_dir():  # torch itself writes its default there
-        return Path(named)
+    if _HEADERS not in env:
+        config.cpp_cache_precompile_headers = False
     folder = compiled_home(env)
+    named = env.get(_CACHE_DIR)
+    # Torch itself writes its default there, and an earlier engine of this process its folder.
+    if named and named not in (default_cache_dir(), str(folder)):
+        return Path(named)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -62,9 +92,128 @@ def keep_compiled(env: MutableMapping[str, str]) -> Path | None:
     except OSError as error:
         _log.warning("compiled_kernels_not_kept", folder=str(folder), error=str(error))
         return None
+    for library in _cut_off(folder):
+        _log.warning("compiled_kernel_damaged", path=str(library), error="it is cut off")
+        library.unlink(missing_ok=True)
     env[_CACHE_DIR] = str(folder)
     _log.info("compiled_kernels_kept", folder=str(folder))
     return folder
+
+
+class CompilingFailed(ConfigError):
+    """What attends could not be compiled, or not be loaded."""
+
+
+def compiling(run: Callable[[], None], *, folder: Path | None) -> None:
+    """Run what compiles at first use. Where what is kept is damaged, forget it and run once more.
+
+    Args:
+        run: may be run twice.
+        folder: where it is kept; deleted only if it is kvway's own. None: nowhere.
+
+    Raises:
+        CompilingFailed: the compiler fails, or it fails twice; the message has its own line.
+        Exception: what else `run` raises.
+    """
+    try:
+        run()
+    except Exception as error:
+        kind, line = _failure(error)
+        if kind == "other":
+            raise
+        if kind == "compiler" or folder != compiled_home(os.environ):
+            raise _not_compiled(line, folder) from error
+        _log.warning("compiled_kernels_damaged", folder=str(folder), error=line)
+    else:
+        return
+    _forget(folder)
+    try:
+        run()
+    except Exception as error:
+        kind, line = _failure(error)
+        if kind == "other":
+            raise
+        raise _not_compiled(line, folder) from error
+
+
+def _failure(error: BaseException) -> tuple[Literal["compiler", "torch", "other"], str]:
+    """Return whose failure an error is, and the line that tells most."""
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.exc import CppCompileError
+
+    causes = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, CppCompileError):
+            lines = [line.strip() for line in cause.output.splitlines() if line.strip()]
+            telling = [line for line in lines if "error" in line.lower()] or lines
+            return "compiler", telling[0] if telling else "the C++ compiler failed silently"
+    if not any(isinstance(cause, BackendCompilerFailed) or _is_library(cause) for cause in causes):
+        return "other", ""
+    lines = str(causes[-1]).strip().splitlines()
+    return "torch", f"{type(causes[-1]).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def _is_library(error: BaseException) -> bool:
+    """Return whether a library that was compiled could not be loaded."""
+    return isinstance(error, ImportError) and str(error.path).endswith(".so")
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and what it was raised from, the root last."""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        inner = getattr(cause, "inner_exception", None)
+        cause = inner or cause.__cause__ or cause.__context__
+
+
+def _not_compiled(line: str, folder: Path | None) -> CompilingFailed:
+    kept = "" if folder is None else f", and delete {folder} if it may be damaged"
+    problem = (
+        f"attention cannot be compiled on this machine: {line}; mend the C++ compiler{kept}, "
+        "or start with --no-compile"
+    )
+    return CompilingFailed([problem])
+
+
+def _forget(folder: Path) -> None:
+    """Delete what is kept, and what this process remembers of it."""
+    from torch._inductor.utils import clear_caches
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.compiler.reset()
+    clear_caches()
+
+
+def _cut_off(folder: Path) -> Iterator[Path]:
+    """Yield the libraries that end before their last byte. Nobody is writing them any more."""
+    from torch.utils._filelock import FileLock
+
+    for library in folder.rglob("*.so"):
+        if _is_whole(library):
+            continue
+        locks = folder / "locks"
+        locks.mkdir(exist_ok=True)
+        with FileLock(locks / f"{library.name.partition('.')[0]}.lock"):
+            if library.exists() and not _is_whole(library):
+                yield library
+
+
+def _is_whole(library: Path) -> bool:
+    """Return whether a library has all of its bytes: its table of sections is at its end."""
+    try:
+        with library.open("rb") as file:
+            header = file.read(_ELF_HEADER.size)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if len(header) < _ELF_HEADER.size:
+        return False
+    magic, table, entry_size, num_entries = _ELF_HEADER.unpack(header)
+    return bool(magic != b"\x7fELF" or table + entry_size * num_entries <= size)
 
 
 @contextmanager

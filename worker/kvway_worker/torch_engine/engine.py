@@ -36,11 +36,12 @@ from kvway_worker.torch_engine.comparing import (
     check_prompt,
     check_scores,
 )
-from kvway_worker.torch_engine.compiling import keep_compiled, told
+from kvway_worker.torch_engine.compiling import CompilingFailed, compiling, keep_compiled, told
 from kvway_worker.torch_engine.decoder import FAMILIES
 from kvway_worker.torch_engine.kv_cache import PagedKVCache, blocks_to_allocate, kv_dtype_of
 from kvway_worker.torch_engine.logprobs import token_logprobs
 from kvway_worker.torch_engine.model import HuggingFaceModel, StepContext, first_line
+from kvway_worker.torch_engine.processor import processor_flags
 from kvway_worker.torch_engine.sampling import check_finite
 
 _log: Final = structlog.get_logger()
@@ -109,8 +110,9 @@ class TorchEngine:
         torch_dtype = _choose_dtype(dtype, torch_device, deterministic=deterministic)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
+        compiled_in: Path | None = None
         if attention.may_compile and not deterministic:
-            keep_compiled(os.environ)
+            compiled_in = keep_compiled(os.environ)
         choice = AttentionChoice.of(
             attention,
             device=torch_device,
@@ -151,9 +153,11 @@ class TorchEngine:
         self._attention = self._new_attention(choice, ALWAYS if choice.cascades else None)
         try:
             with torch.inference_mode():
-                self._warm_up(choice)
+                self._warm_up(choice, compiled_in)
                 if not model.has_own_decoder:
                     self._check_scores()
+        except CompilingFailed:
+            raise
         except Exception as error:  # a family's own code may raise anything
             problem = f"model {model.model_type!r} in {model_dir} does not run on the paged cache"
             raise ConfigError([f"{problem}: {first_line(error)}"]) from error
@@ -257,13 +261,13 @@ class TorchEngine:
             folder=kvway_home(os.environ) / "attention-costs",
         )
 
-    def _warm_up(self, choice: AttentionChoice) -> None:
+    def _warm_up(self, choice: AttentionChoice, compiled_in: Path | None) -> None:
         """Run steps of every kind, so that all is compiled and nothing is slow later."""
         if not choice.is_compiled:
             self._small_steps()
             return
         with told("compiling_attention", implementation=choice.implementation):
-            self._small_steps()
+            compiling(self._small_steps, folder=compiled_in)
 
     def _small_steps(self) -> None:
         """Run a prefill, a decode step of one request, and one of several that share blocks."""
@@ -281,7 +285,7 @@ class TorchEngine:
 
     def _shared_tables(self) -> tuple[tuple[int, ...], ...]:
         """Return block tables that share at two levels, or what of it the cache has room for."""
-        room = min(self.num_blocks, 7), self.max_model_len // self.block_size
+        room = min(self.num_blocks, 7), -(-self.max_model_len // self.block_size)
         if room[0] == 7 and room[1] > 2:
             return (0, 1, 3), (0, 1, 4), (0, 2, 5), (0, 2, 6)
         return ((0, 1), (0, 2)) if room[0] > 2 and room[1] > 1 else ()
@@ -392,8 +396,4 @@ def _choose_dtype(name: str, device: torch.device, *, deterministic: bool) -> to
 
 def _cpu_has_bfloat16() -> bool:
     """Tell whether this CPU multiplies bfloat16 in hardware; without it, it is slower."""
-    try:
-        words = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore").split())
-    except OSError:
-        return False
-    return not words.isdisjoint({"amx_bf16", "avx512_bf16"})
+    return not processor_flags().isdisjoint({"amx_bf16", "avx512_bf16"})
