@@ -95,10 +95,18 @@ def test_sglang_spreads_misses_that_do_not_meet() -> None:
 
 
 def test_dynamo_weighs_queued_blocks_as_much_as_matched_ones_and_those_in_use() -> None:
-    """A match of 50 blocks saves 50 to compute and 50 to hold: 100 queued ones undo it."""
-    for queued, expected in ((99, "a:1"), (101, "b:1")):
-        loads = [load("a", queued_tokens=16 * queued), load("b"), load("c", blocks_pinned=1)]
+    """A match of 50 blocks saves 50 to compute, and to hold those that somebody holds already."""
+    for held, queued, expected in (
+        (0, 49, "a:1"), (0, 51, "b:1"), (20, 49, "a:1"), (20, 51, "b:1"), (80, 19, "a:1"),
+        (80, 21, "b:1"),
+    ):  # fmt: skip
+        loads = [load("a", queued_tokens=16 * queued, blocks_pinned=held), load("b")]
         assert choose("dynamo", *loads, matches={"a:1": 50}).replica_id == expected
+
+
+def test_dynamo_gives_no_credit_for_blocks_that_are_not_on_the_device() -> None:
+    asked = situation(load("a"), load("b"), matches={"b:1": 50}, slower={"a:1": (50, 50)})
+    assert set(choose_many("dynamo", asked, 20)) == {"b"}
 
 
 def test_dynamo_scales_prefill_against_blocks_in_use() -> None:
@@ -108,8 +116,8 @@ def test_dynamo_scales_prefill_against_blocks_in_use() -> None:
 
 
 def test_dynamo_credits_what_is_held_as_far_as_it_is_told() -> None:
-    """Without credit for computing, a match only saves memory: 50 blocks of it."""
-    loads = [load("a", queued_tokens=16 * 60), load("b")]
+    """Without credit for computing, a match saves nothing where nobody holds its blocks."""
+    loads = [load("a", queued_tokens=16 * 40), load("b")]
     assert choose(Dynamo(), *loads, matches={"a:1": 50}).replica_id == "a:1"
     assert choose(Dynamo(overlap_credit=0.0), *loads, matches={"a:1": 50}).replica_id == "b:1"
 

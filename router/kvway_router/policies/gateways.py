@@ -91,7 +91,8 @@ class Dynamo(Baseline):
     is drawn by the softmax of the costs, scaled to the range between the least and the largest.
 
     Source: the KV router of NVIDIA Dynamo with its defaults. Its credits for blocks on host and
-    disk are left out: the match counts blocks on the device.
+    disk are left out: only matched blocks on the device count. Which of them active requests
+    hold we do not know; for memory no more are taken for shared than such requests hold.
 
     Attributes:
         prefill_load_scale: Weight of blocks to compute against blocks in use.
@@ -127,8 +128,9 @@ class Dynamo(Baseline):
         size = view.prompt.block_size
         prompt_blocks = math.ceil(view.prompt.num_tokens / size)
         to_compute = load.queued_tokens / size + prompt_blocks
-        to_compute -= self.overlap_credit * candidate.matched_blocks
-        in_use = load.blocks_pinned + prompt_blocks - candidate.matched_blocks
+        on_device = candidate.matched_blocks - candidate.slow_blocks
+        to_compute -= self.overlap_credit * on_device
+        in_use = load.blocks_pinned + prompt_blocks - min(on_device, load.blocks_pinned)
         return self.prefill_load_scale * max(0.0, to_compute) + in_use
 
 
