@@ -19,9 +19,9 @@ MAX_CANDIDATES: Final = 32
 
 
 class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica as it was weighed. Times in seconds; the cost is the sum of six terms.
+    """One replica as it was weighed. Times in seconds; the cost is the sum of seven terms.
 
-    These are queued, step, own, reload, price and kv.
+    These are queued, step, own, reload, price, kv and failing.
 
     Attributes:
         replica_id: The replica.
@@ -35,6 +35,7 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
         reload_s: Bringing blocks back from slower tiers.
         price_s: What own work costs beyond its time because all replicas queue.
         kv_s: KV memory that is getting scarce.
+        failing_s: What failures there cost of late.
         predicted_ttft_s: queued + step + own + reload.
         cost_s: What was compared.
         in_flight: Requests there at that moment.
@@ -52,6 +53,7 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
     reload_s: float
     price_s: float
     kv_s: float
+    failing_s: float
     predicted_ttft_s: float
     cost_s: float
     in_flight: int
@@ -72,6 +74,7 @@ class CandidateRecord(msgspec.Struct, frozen=True, kw_only=True):
             reload_s=candidate.reload_s,
             price_s=candidate.price_s,
             kv_s=candidate.kv_s,
+            failing_s=candidate.failing_s,
             predicted_ttft_s=candidate.ttft_s,
             cost_s=candidate.cost_s,
             in_flight=candidate.in_flight,

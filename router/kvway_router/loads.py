@@ -46,6 +46,7 @@ class Loads(Sequence[ReplicaLoad]):
         rate: R of those that show none.
         attention: A of those that show none.
         borrowed: Whether any has to borrow one of the two.
+        failing: What failures of late cost each, as a column; None while there are none.
 
     Args:
         loads: The loads.
@@ -60,6 +61,7 @@ class Loads(Sequence[ReplicaLoad]):
         "attention",
         "borrowed",
         "factors",
+        "failing",
         "ids",
         "keys",
         "matrix",
@@ -100,6 +102,8 @@ class Loads(Sequence[ReplicaLoad]):
         self.summands = self.matrix[NUM_TERMS:-1]
         self.queued = self.matrix[-1]
         self.queued_s: list[float] = self.queued.tolist()
+        failing = [load.failing_s for load in loads]
+        self.failing = np.array(failing) if any(failing) else None
 
     @classmethod
     def of(cls, loads: Sequence[ReplicaLoad], params: PolicyParams) -> Loads:

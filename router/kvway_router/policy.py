@@ -110,6 +110,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False):
         blocks_held: Blocks that the index lists for it.
         attention_tokens: A; None while unknown: then it borrows the fleet's.
         least_step_s: What a step takes that has next to nothing to do, seconds; 0 while unknown.
+        failing_s: What its failures of late cost, seconds.
     """
 
     replica_id: str
@@ -124,6 +125,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True, gc=False):
     blocks_held: int
     attention_tokens: float | None = None
     least_step_s: float = 0.0
+    failing_s: float = 0.0
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -146,7 +148,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         in_flight: Requests there now.
         blocks_held: Blocks listed for it now.
         ttft_s: Predicted time to first token: queued + step + own + reload.
-        cost_s: What is compared: ttft + price + kv.
+        cost_s: What is compared: ttft + price + kv + failing.
+        failing_s: What failures there cost of late.
     """
 
     replica_id: str
@@ -166,6 +169,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     blocks_held: int
     ttft_s: float
     cost_s: float
+    failing_s: float = 0.0
 
 
 class Weighed(Protocol):

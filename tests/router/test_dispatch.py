@@ -86,7 +86,7 @@ async def test_a_decision_shows_its_terms_and_what_happened(start_bench: StartBe
     assert 0 < record["ttft_s"] <= record["duration_s"]
     assert record["replica_id"] in record["detail"]
     for candidate in record["candidates"]:
-        terms = ("queued_s", "step_s", "own_s", "reload_s", "price_s", "kv_s")
+        terms = ("queued_s", "step_s", "own_s", "reload_s", "price_s", "kv_s", "failing_s")
         assert candidate["cost_s"] == pytest.approx(sum(candidate[term] for term in terms))
 
 

@@ -8,7 +8,7 @@ from kvway_router.policies.reasons import Reason
 
 if TYPE_CHECKING:
     from kvway_router.policies.weighing import Weighing
-    from kvway_router.policy import Decision, Prompt
+    from kvway_router.policy import Candidate, Decision, Prompt
 
 
 def reason_of(chosen: int, weighing: Weighing, *, retry: bool) -> Reason:
@@ -38,7 +38,7 @@ def detail_of(decision: Decision, *, prompt: Prompt) -> str:
         longest = max(others, key=lambda c: (c.matched_blocks, -c.cost_s))
         return (
             f"{holds}; {longest.replica_id} holds {longest.cached_tokens}, "
-            f"but with {_time(longest.queued_s)} of work before it would cost "
+            f"but with {_time(longest.queued_s)} of work before it{_failing(longest)} would cost "
             f"{_time(longest.cost_s)} against {_time(chosen.cost_s)}; {predicted}."
         )
     runner_up = f"next best {others[0].replica_id} in {_time(others[0].ttft_s)}"
@@ -57,6 +57,10 @@ def detail_of(decision: Decision, *, prompt: Prompt) -> str:
             f"{_time(chosen.queued_s)} of work before it; {predicted}, {runner_up}."
         )
     return f"{holds}; {predicted}, {runner_up}."
+
+
+def _failing(candidate: Candidate) -> str:
+    return f" and {_time(candidate.failing_s)} for failures" if candidate.failing_s else ""
 
 
 def _time(seconds: float) -> str:

@@ -1,6 +1,6 @@
 """What sending a request to each candidate would cost, for all candidates at once.
 
-    cost = queued + step + own + reload + lambda * work + kv                      in seconds
+    cost = queued + step + own + reload + lambda * work + kv + failing            in seconds
 
     queued  Q                            prefill work sent to the replica and not yet done
     step    (n + k) tau                  each prefill before ours and each of our k chunks shares a
@@ -10,6 +10,7 @@
     reload                               blocks on a slower tier are brought back first
     lambda  see `price_of_work`          what saved work is worth: the more all queue, the more
     kv      km max(0, P / C - theta)     memory of the replica that is or will be taken
+    failing see `failures.py`            who fails at once is idle, which must not make it cheap
 
 queued + step + own + reload is the predicted time to first token. There is no switch for the
 fleet: each request weighs each candidate, so a hot prefix comes to a second replica exactly when
@@ -120,7 +121,10 @@ class Weighing:
             self._ttft += self._reload
         self.price = price_of_work(loads.queued_s, mean_work_s, params=params)
         self._ahead = self.price * work
-        self.cost: list[float] = (self._ttft + self._ahead + self._kv).tolist()
+        cost = self._ttft + self._ahead + self._kv
+        if loads.failing is not None:
+            cost += loads.failing
+        self.cost: list[float] = cost.tolist()
         self.own: list[float] = own.tolist()
         self.work: list[float] = work.tolist()
 
@@ -163,6 +167,7 @@ class Weighing:
             blocks_held=load.blocks_held,
             ttft_s=float(self._ttft[place]),
             cost_s=self.cost[place],
+            failing_s=load.failing_s,
         )
 
     def _order(self) -> Iterator[tuple[float, float, str, int]]:

@@ -10,6 +10,7 @@ const TERMS = [
   ["reload_s", "blocks from slower tiers", "t6"],
   ["price_s", "price of work while all queue", "t4"],
   ["kv_s", "KV memory getting scarce", "t5"],
+  ["failing_s", "failures of late", "t7"],
 ];
 
 const byId = (id) => document.getElementById(id);
