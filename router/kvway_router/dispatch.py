@@ -24,7 +24,6 @@ replica that dies before that costs the client nothing.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,9 +44,16 @@ from kvway_router.index import BlockIndex
 from kvway_router.ledger import Charge, Ledger
 from kvway_router.policies.base import Policy, Situation, decide
 from kvway_router.policies.state import PolicyState
-from kvway_router.policy import Decision, PolicyParams, Prompt
+from kvway_router.policy import Candidate, Decision, PolicyParams, Prompt
 from kvway_router.proxy import CachedTokens, ReplicaAnswer, ReplicaClient, request_headers
-from kvway_router.reading import STICKY_HEADER, ReaderPool, Reading, Route, ServedModel
+from kvway_router.reading import (
+    STICKY_HEADER,
+    ReaderPool,
+    Reading,
+    ReadRequest,
+    Route,
+    ServedModel,
+)
 from kvway_router.replicas import ReplicaSet
 from kvway_router.rests import ExpectedBlocks, RestReader
 from kvway_router.running import RunningRequests
@@ -217,15 +223,18 @@ class Dispatcher:
         tried: frozenset[str] = frozenset()
         failure: ReplicaError | None = None
         while len(tried) < self._max_attempts:
+            request = reading.request  # a thread may publish more at any time
             try:
-                decision = self._choose(reading, tried=tried)
+                decision = self._choose(request, tried=tried)
             except NoReplicaAvailable:
                 if failure is None:
                     raise
                 break
             trip.chose(decision)
             try:
-                await self._attempt(call, reading, decision, downstream=downstream, trip=trip)
+                await self._attempt(
+                    call, reading, request, decision, downstream=downstream, trip=trip
+                )
             except DeadlineExceeded as exc:
                 trip.attempt_failed(exc)
                 raise  # it may still be at work on it: another replica would do it twice
@@ -272,9 +281,8 @@ class Dispatcher:
                 return
             await self._readers.run(reading.advance)
 
-    def _choose(self, reading: Reading, *, tried: frozenset[str]) -> Decision:
+    def _choose(self, request: ReadRequest, *, tried: frozenset[str]) -> Decision:
         """Phase 2: pure, and on the loop, so that it sees all that was decided before."""
-        request = reading.request
         prompt = Prompt(
             num_tokens=request.num_tokens,
             block_size=self._model.namespace.block_size,
@@ -300,19 +308,22 @@ class Dispatcher:
         self,
         call: Call,
         reading: Reading,
+        request: ReadRequest,
         decision: Decision,
         *,
         downstream: Downstream,
         trip: Trip,
     ) -> None:
-        """Phases 3 to 5 at one replica; leaves no trace of itself when it fails."""
+        """Phases 3 to 5 at one replica; leaves no trace of itself when it fails.
+
+        `request` is what the decision was made for.
+        """
         replica = self._replicas.get(decision.replica_id)
         assert replica is not None  # noqa: S101  chosen from the set in this step of the loop
-        request = reading.request
         listed = self._corrections.expect(replica.id, request.hashes)
         with (
-            self._ledger.charge(decision.chosen, is_stream=reading.request.stream) as charge,
-            self._expected(reading, decision, charge=charge, trip=trip) as expected,
+            self._ledger.charge(decision.chosen, is_stream=request.stream) as charge,
+            self._expected(reading, request, decision, charge=charge, trip=trip) as expected,
         ):
             async with self._client.attempt(
                 replica.url + call.route.value,
@@ -321,41 +332,66 @@ class Dispatcher:
             ) as answer:
                 if answer.status in RETRIED_STATUSES:
                     raise _Rejected(answer, await answer.read(limit_bytes=HOLD_BYTES))
-                await self._relay(
-                    answer,
-                    downstream,
-                    charge,
-                    expected,
-                    reading=reading,
-                    trip=trip,
-                )
+                await self._relay(answer, downstream, charge, expected, trip=trip)
         is_told_of = request.num_prompts == 1 and answer.status == 200
         if is_told_of and not self._replicas.is_fed(replica.id):
             self._corrections.learn(listed, cached_tokens=trip.cached_tokens)
 
     @contextmanager
     def _expected(
-        self, reading: Reading, decision: Decision, *, charge: Charge, trip: Trip
+        self,
+        reading: Reading,
+        request: ReadRequest,
+        decision: Decision,
+        *,
+        charge: Charge,
+        trip: Trip,
     ) -> Iterator[ExpectedBlocks]:
         """Lists the prompt's blocks at the chosen replica; takes back what was not confirmed.
 
         What is not read yet follows as soon as it is, even when the answer is done by then.
         """
         replica = self._replicas.get(decision.replica_id)
-        expected = ExpectedBlocks(self._index, decision.replica_id, reading.request.hashes)
+        boot_id = replica.boot_id if replica is not None else None
+
+        def lives_on() -> bool:
+            now = self._replicas.get(decision.replica_id)
+            return now is not None and now is replica and now.boot_id == boot_id
+
+        expected = ExpectedBlocks(self._index, decision.replica_id, request.hashes, still=lives_on)
 
         def rest_is_read() -> None:
-            charge.recount(reading.request.num_tokens)
+            self._recount(charge, request, reading.request, decision.chosen)
             trip.recounted(reading)
-            if self._replicas.get(decision.replica_id) is replica:
-                expected.extend(reading.request.hashes)
+            expected.extend(reading.request.hashes)
 
-        if not reading.done:
-            self._rests.start(reading, rest_is_read)
+        if not request.exact:
+            trip.rest_pending = True
+            trip.rest_pending = self._rests.start(reading, rest_is_read) and trip.rest_pending
         try:
             yield expected
         finally:
             expected.close()
+
+    def _recount(
+        self, charge: Charge, before: ReadRequest, whole: ReadRequest, chosen: Candidate
+    ) -> None:
+        """Corrects a charge once the prompt is read, before its rest is listed.
+
+        Where the replica held all that had been read it may hold more; else what it holds is
+        known, and a new match would find what is expected of this very prompt.
+        """
+        size = self._model.namespace.block_size
+        matched = chosen.matched_blocks
+        if matched >= len(before.hashes):
+            held = self._index.match(whole.hashes, slowest=Tier.DISK)
+            matched = max(matched, held.get(chosen.replica_id, 0))
+        uncached = max(1, whole.num_tokens - matched * size)
+        charge.recount(
+            uncached_tokens=uncached,
+            cached_tokens=whole.num_tokens - uncached,
+            num_blocks=-(-(uncached + whole.num_output_tokens) // size),
+        )
 
     async def _relay(
         self,
@@ -364,7 +400,6 @@ class Dispatcher:
         charge: Charge,
         expected: ExpectedBlocks,
         *,
-        reading: Reading,
         trip: Trip,
     ) -> None:
         """Phase 5. Until `start` a failure costs the client nothing."""
@@ -381,9 +416,7 @@ class Dispatcher:
             cached.push(chunk)
             await downstream.write(chunk)
         await downstream.end()
-        # An estimate is no bound.
-        most = reading.request.num_tokens if reading.done else sys.maxsize
-        trip.done(cached_tokens=cached.value(at_most=most))
+        trip.done(cached_tokens=cached.value())
 
     async def _give_up(self, failure: ReplicaError, downstream: Downstream, *, trip: Trip) -> None:
         """Passes on the last replica's own answer where it gave one."""

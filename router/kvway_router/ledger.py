@@ -163,16 +163,29 @@ class Charge:
             self._account.load = None
         self._last_token_s = now
 
-    def recount(self, num_tokens: int) -> None:
-        """Takes the counted length of a prompt in place of the estimate it was charged for."""
+    def recount(self, *, uncached_tokens: int, cached_tokens: int, num_blocks: int) -> None:
+        """Takes what was counted of a prompt in place of the estimate it was charged for.
+
+        Args:
+            uncached_tokens: Tokens to compute.
+            cached_tokens: Tokens before them.
+            num_blocks: Blocks for them and the answer.
+        """
+        if not self._open:
+            return
+        account = self._account
+        account.load = None
+        account.num_blocks += num_blocks - self.num_blocks
+        if not self._seen:
+            account.num_blocks_unseen += num_blocks - self.num_blocks
+        self.num_blocks = num_blocks
         if not self._prefilling:
             return
-        uncached = max(1, num_tokens - self.cached_tokens)
-        work = self._ledger.work_tokens(self._account, uncached, self.cached_tokens)
-        self._account.uncached_tokens += uncached - self.uncached_tokens
-        self._account.prefill_tokens += work - self.work_tokens
-        self.uncached_tokens, self.work_tokens = uncached, work
-        self._account.load = None
+        work = self._ledger.work_tokens(account, uncached_tokens, cached_tokens)
+        account.uncached_tokens += uncached_tokens - self.uncached_tokens
+        account.prefill_tokens += work - self.work_tokens
+        self.uncached_tokens, self.cached_tokens = uncached_tokens, cached_tokens
+        self.work_tokens = work
 
     def close(self) -> None:
         """Release everything: the answer is complete, failed or nobody waits for it any more."""

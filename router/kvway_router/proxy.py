@@ -11,6 +11,7 @@ which is how the replica learns that nobody waits any more.
 
 from __future__ import annotations
 
+import io
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ HOP_BY_HOP: Final = frozenset(
 # What the client sends for the connection to the router, not for the replica behind it. Without
 # accept-encoding an answer is never compressed, so its usage can be read.
 _NOT_FORWARDED: Final = frozenset({"host", "content-length", "accept-encoding", "expect"})
+_LARGE_BYTES: Final = 1024 * 1024
+"""A longer body is sent in parts: in one it would block the loop, as the HTTP library warns."""
 _INTERNAL_PREFIX: Final = "x-kvway-"
 
 # What the HTTP library raises while it talks to a replica; which of that is a lost connection.
@@ -216,7 +219,8 @@ class ReplicaClient:
                 return await session.post(
                     url,
                     headers=headers,
-                    data=body,
+                    # A new one each time: sending closes it.
+                    data=io.BytesIO(body) if len(body) > _LARGE_BYTES else body,
                     allow_redirects=False,
                     trace_request_ctx=trace,
                 )
@@ -300,14 +304,10 @@ class CachedTokens:
             self._too_long = True
             self._kept.clear()
 
-    def value(self, *, at_most: int) -> int | None:
-        """Returns what was reported, within 0 and `at_most`; None when nothing was.
-
-        Args:
-            at_most: Tokens of the prompt.
-        """
+    def value(self) -> int | None:
+        """Returns what was reported, not below 0 but as large as it may be; None for nothing."""
         reported = self._reported()
-        return None if reported is None else min(max(0, reported), at_most)
+        return None if reported is None else max(0, reported)
 
     def _reported(self) -> int | None:
         if self._header is not None:

@@ -16,12 +16,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Final
 
 import structlog
 
 from kvway_router.holding import Speculation
 from kvway_router.index import BlockIndex
 from kvway_router.reading import Reading
+
+SLICE_BLOCKS: Final = 16_384
+"""Blocks that are listed at once, some milliseconds of the loop's time."""
 
 _log = structlog.get_logger(__name__)
 
@@ -44,19 +48,22 @@ class RestReader:
         self._open: dict[Reading, asyncio.Future[None]] = {}
         self.num_dropped = 0
 
-    def start(self, reading: Reading, then: Callable[[], None]) -> None:
+    def start(self, reading: Reading, then: Callable[[], None]) -> bool:
         """Reads a prompt to its end, and calls `then` on the loop; at once if nothing is left.
 
-        `then` is not called if it cannot be read, or the line is full.
+        `then` is not called if it cannot be read.
+
+        Returns:
+            Whether it is read; not if the line is full.
         """
         if reading.done:
             then()
-            return
+            return True
         future = self._open.get(reading)
         if future is None:
             if len(self._open) >= self._max_waiting:
                 self.num_dropped += 1
-                return
+                return False
             loop = asyncio.get_running_loop()
             future = loop.run_in_executor(self._executor, reading.finish)
             self._open[reading] = future
@@ -67,6 +74,7 @@ class RestReader:
         future.add_done_callback(
             lambda done: None if done.cancelled() or done.exception() else then()
         )
+        return True
 
     def of_sibling(self, reading: Reading) -> asyncio.Future[None] | None:
         """Returns the reading of a prompt that goes on as this one does; None if there is none."""
@@ -89,30 +97,62 @@ class RestReader:
 class ExpectedBlocks:
     """The blocks that one attempt is expected to leave at its replica, while they become known.
 
+    Of very many blocks `SLICE_BLOCKS` are listed at once, and the others in later turns of the
+    event loop.
+
     Args:
         index: Where they are listed.
         replica_id: Where the prompt was sent.
         hashes: The blocks that are known, from the first one on.
+        still: Whether the replica is what it was then; nothing more is listed once it is not.
     """
 
-    def __init__(self, index: BlockIndex, replica_id: str, hashes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        index: BlockIndex,
+        replica_id: str,
+        hashes: Sequence[int],
+        *,
+        still: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Lists the known blocks."""
         self._index = index
         self._replica_id = replica_id
-        self._promise: Speculation | None = index.speculate(replica_id, hashes)
+        self._hashes = hashes
+        self._still = still
         self._confirmed = False
+        self._num_listed = min(len(hashes), SLICE_BLOCKS)
+        self._promise: Speculation | None = index.speculate(
+            replica_id, hashes if len(hashes) <= SLICE_BLOCKS else hashes[:SLICE_BLOCKS]
+        )
+        self._list_later()
 
     def extend(self, hashes: Sequence[int]) -> None:
         """Lists all blocks of the prompt, in the state that the known ones are in by now."""
-        if self._promise is None and not self._confirmed:
+        is_listing = self._num_listed < len(self._hashes)
+        self._hashes = hashes
+        if not is_listing:
+            self._list_on()
+
+    def _list_on(self) -> None:
+        """Lists the next blocks."""
+        if (self._promise is None and not self._confirmed) or not self._still():
+            self._num_listed = len(self._hashes)
             return
-        promise = self._index.speculate(self._replica_id, hashes)
+        self._num_listed = min(len(self._hashes), self._num_listed + SLICE_BLOCKS)
+        promise = self._index.speculate(self._replica_id, self._hashes[: self._num_listed])
         if self._confirmed:
             self._index.confirm(promise)
-            return
-        before, self._promise = self._promise, promise
-        if before is not None:
-            self._index.rollback(before)
+        else:
+            before, self._promise = self._promise, promise
+            if before is not None:
+                self._index.rollback(before)
+        self._list_later()
+
+    def _list_later(self) -> None:
+        """Comes back for what is not listed, after whatever else the loop has to do."""
+        if self._num_listed < len(self._hashes):
+            asyncio.get_running_loop().call_soon(self._list_on)
 
     def confirm(self) -> None:
         """Takes them as held: the replica has computed the prompt."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -34,6 +35,8 @@ class Trip:
         ttft_s: From arrival to the first byte of the answer; None before it.
         prompt_read: How far the first prompt was read before the choice: "whole", "front", or
             "overdue" when its time was up; None before that.
+        rest_pending: Whether the prompt is counted by estimate, and will be known.
+        when_known: Called once it is, if the request has ended before.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class Trip:
         self.read_s: float | None = None
         self.prompt_read: str | None = None
         self.ttft_s: float | None = None
-        self.cached_tokens: int | None = None
+        self.rest_pending = False
+        self.when_known: Callable[[], None] | None = None
+        self._reported_tokens: int | None = None
         self._clock = clock
         self._decisions = decisions
         self._arrived_s = clock.monotonic()
@@ -62,6 +67,13 @@ class Trip:
     def elapsed_s(self) -> float:
         """Time since arrival."""
         return self._clock.monotonic() - self._arrived_s
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the replica says it had cached, as many as the prompt has at most."""
+        if self._reported_tokens is None or self.request is None:
+            return None
+        return min(self._reported_tokens, self.request.num_tokens)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -127,8 +139,13 @@ class Trip:
                 prompt_tokens=self.request.num_tokens,
                 prompt_blocks=len(self.request.hashes),
                 prompt_tokens_exact=True,
+                cached_tokens=self.cached_tokens,
             )
             self._decisions.update(self.record)
+        self.rest_pending = False
+        then, self.when_known = self.when_known, None
+        if then is not None:
+            then()
 
     def attempt_failed(self, error: KvwayError) -> None:
         """The attempt at the chosen replica came to nothing, or broke in the middle."""
@@ -149,7 +166,7 @@ class Trip:
     def done(self, *, cached_tokens: int | None = None) -> None:
         """The client has the whole answer."""
         self.finish = "done"
-        self.cached_tokens = cached_tokens
+        self._reported_tokens = cached_tokens
 
     def failed(self, error: KvwayError) -> None:
         """It ends with an error; before the first byte the client gets the error's status."""
@@ -220,7 +237,10 @@ class TripLog:
             raise
         finally:
             trip.settle()
-            self._count_tokens(trip)
+            if trip.rest_pending:
+                trip.when_known = partial(self._count_tokens, trip)
+            else:
+                self._count_tokens(trip)
             self._observe(trip)
             _log_line(trip)
 

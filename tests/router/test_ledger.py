@@ -442,7 +442,9 @@ def test_what_is_kept_of_a_load_is_what_would_be_reckoned_anew(
             case 4 if charges:
                 charges.pop(rng.randrange(len(charges))).close()
             case 5 if charges:
-                rng.choice(charges).recount(rng.randrange(1, 900))
+                rng.choice(charges).recount(
+                    uncached_tokens=rng.randrange(1, 900), cached_tokens=16, num_blocks=9
+                )
             case 6:
                 clock.advance(rng.choice([0.01, 0.5, 6.0]))
             case 7:
@@ -473,3 +475,34 @@ def test_loads_that_were_given_out_stay_what_they_were(ledger: Ledger) -> None:
     assert newer.queued_s[1] == newer[1].queued_prefill_s
     assert (list(given), given.queued_s) == (loads, queued_s)
     assert np.array_equal(given.matrix, matrix)
+
+
+def test_a_recount_takes_the_place_of_the_estimate(ledger: Ledger) -> None:
+    """All of it before the first token, blocks as long as it is open, nothing afterwards."""
+    charge, other = ledger.charge(candidate(tokens=500)), ledger.charge(candidate(tokens=100))
+    charge.recount(uncached_tokens=50, cached_tokens=350, num_blocks=4)
+    now = load(ledger)
+    assert (now.queued_tokens, now.queued_prefill_s, now.blocks_pinned) == (150, 1.5, 4 + 7)
+    assert (charge.uncached_tokens, charge.cached_tokens) == (50, 350)
+    charge.token()
+    charge.recount(uncached_tokens=900, cached_tokens=0, num_blocks=60)
+    now = load(ledger)
+    assert (now.queued_tokens, now.blocks_pinned) == (100, 60 + 7)
+    assert now.queued_prefill_s == pytest.approx(1.0)
+    charge.close()
+    charge.recount(uncached_tokens=800, cached_tokens=0, num_blocks=50)
+    now = load(ledger)
+    assert (now.queued_tokens, now.blocks_pinned) == (100, 7)
+    other.close()
+    assert load(ledger).blocks_pinned == 0
+
+
+def test_a_recount_of_blocks_counts_where_the_report_cannot_have_them(ledger: Ledger) -> None:
+    seen, unseen = ledger.charge(candidate(tokens=160)), ledger.charge(candidate(tokens=160))
+    seen.token()
+    used = BlockCounts(free=990, cached=0, total=1000)
+    hear(ledger, "a:1", report(blocks=used, num_waiting=1))
+    seen.recount(uncached_tokens=320, cached_tokens=0, num_blocks=20)
+    assert load(ledger).blocks_pinned == 10 + 10
+    unseen.recount(uncached_tokens=320, cached_tokens=0, num_blocks=20)
+    assert load(ledger).blocks_pinned == 10 + 20

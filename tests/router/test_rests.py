@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import threading
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import pytest
 from kvway_core.blocks import Namespace, block_hashes, event_hash
 from kvway_core.prompts import PromptEncoder
 from kvway_core.testing.byte_model import write_byte_model
+from kvway_core.testing.fake_replica import Answer
 from kvway_router.index import BlockIndex
 from kvway_router.reading import Reading, Route, ServedModel
-from kvway_router.rests import ExpectedBlocks, RestReader
-from tests.router.conftest import MODEL, Bench, StartBench
+from kvway_router.rests import SLICE_BLOCKS, ExpectedBlocks, RestReader
+from tests.router.conftest import MODEL, Bench, StartBench, chat_body
 
 PAGE = "the quick brown fox jumps over the lazy dog "
 
@@ -169,6 +171,47 @@ def test_what_was_not_confirmed_is_taken_back_with_its_rest() -> None:
     assert held(index) == 0
     expected.extend(hashes)
     assert held(index) == 0
+
+
+def held_of(index: BlockIndex) -> int:
+    index.check_invariants()
+    return index.num_blocks("a")
+
+
+async def test_very_many_blocks_are_listed_in_turns_of_the_loop() -> None:
+    """Whatever happens between them counts for those still to come."""
+    hashes = tuple(range(1, 2 * SLICE_BLOCKS + 100))
+    index = BlockIndex()
+    expected = ExpectedBlocks(index, "a", hashes[: SLICE_BLOCKS + 9])
+    assert held_of(index) == SLICE_BLOCKS
+    expected.extend(hashes)
+    assert held_of(index) == SLICE_BLOCKS
+    await asyncio.sleep(0)
+    assert held_of(index) == 2 * SLICE_BLOCKS
+    expected.confirm()
+    await asyncio.sleep(0)
+    assert held_of(index) == len(hashes)
+    expected.close()
+    assert held_of(index) == len(hashes)
+
+
+async def test_slices_end_where_the_attempt_does_or_the_replica() -> None:
+    hashes = tuple(range(1, 3 * SLICE_BLOCKS))
+    index, lives = BlockIndex(), True
+    expected = ExpectedBlocks(index, "a", hashes)
+    await asyncio.sleep(0)
+    expected.close()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert held_of(index) == 0
+    expected = ExpectedBlocks(index, "a", hashes, still=lambda: lives)
+    expected.confirm()
+    lives = False
+    index.clear("a")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    expected.extend(hashes)
+    assert held_of(index) == 0
 
 
 # --- the reader of rests -----------------------------------------------------------------------
@@ -354,3 +397,155 @@ async def test_a_replica_that_left_is_not_listed_again(
     gate.open.set()
     await until(bench, headers, lambda record: record["prompt_tokens_exact"])
     assert bench.router.dispatcher._index.num_blocks(bench.replica.replica_id) == 0
+
+
+async def test_a_replica_that_started_anew_is_not_listed_what_the_one_before_had(
+    start_roomy: StartBench, encoder: PromptEncoder
+) -> None:
+    bench = await start_roomy(1, tokenize_timeout_s=0.05)
+    gate, replica = Gate(encoder), bench.replica
+    status, headers, _ = await bench.chat(PAGE * 1500)
+    assert status == 200
+    report = replica.load(max_model_len=1_000_000, boot_id="boot-2")
+    replica.pages["/load"] = (200, report)
+    watched = bench.router.replicas.get(replica.replica_id)
+    assert watched is not None
+    await bench.router.replicas.wait_for(lambda: watched.boot_id == "boot-2")
+    gate.open.set()
+    await until(bench, headers, lambda record: record["prompt_tokens_exact"])
+    assert bench.router.dispatcher._index.num_blocks(replica.replica_id) == 0
+
+
+async def busy(bench: Bench) -> None:
+    """Has the replica say that something waits, so that no report ends a prefill."""
+    replica = bench.replica
+    room = {"free": 20_000, "cached": 0, "total": 20_000}
+    waits = {"num_waiting": 1, "waiting_uncached_tokens": 1}
+    report = replica.load(max_model_len=1_000_000, blocks=room, **waits)
+    replica.pages["/load"] = (200, report)
+    watched = bench.router.replicas.get(replica.replica_id)
+    assert watched is not None
+    await bench.router.replicas.wait_for(
+        lambda: watched.report is not None and watched.report.num_waiting == 1
+    )
+
+
+async def counted(bench: Bench, most_tokens: int) -> int:
+    """Waits until no more is charged than so many tokens; the blocks that are charged then."""
+    account = bench.router.dispatcher._ledger._accounts[bench.replica.replica_id]
+    async with asyncio.timeout(20):
+        while account.uncached_tokens > most_tokens:
+            await bench.metrics()
+    assert account.num_prefills == 1
+    return account.num_blocks
+
+
+async def test_an_overdue_prompt_that_is_cached_is_charged_for_what_is_not(
+    start_roomy: StartBench, encoder: PromptEncoder
+) -> None:
+    bench = await start_roomy(1, tokenize_timeout_s=0.2)
+    await busy(bench)
+    _, headers, _ = await bench.chat(PAGE * 1500)
+    await until(bench, headers, lambda record: record["prompt_tokens_exact"])
+    encoder.texts.cache._entries.clear()
+    gate = Gate(encoder)
+    bench.replica.script(Answer(hold_head=True))
+    asked = asyncio.create_task(bench.chat(PAGE * 1500, stream=True, max_tokens=32))
+    await bench.replica.wait_for(lambda: len(bench.replica.requests) == 2)
+    assert await counted(bench, 10**9) > 500
+    gate.open.set()
+    assert await counted(bench, 16) == 3
+    bench.replica.release()
+    status, _, _ = await asked
+    assert status == 200
+
+
+async def test_a_cold_prompt_is_charged_for_what_is_counted_not_for_what_its_front_lists(
+    start_roomy: StartBench, encoder: PromptEncoder
+) -> None:
+    bench = await start_roomy(1)
+    await busy(bench)
+    encoder.texts._chars = encoder.texts._tokens / 4  # so it is taken for four times as long
+    gate = Gate(encoder, num_free=1)
+    bench.replica.script(Answer(hold_head=True))
+    text = " ".join(f"word{number}" for number in range(6000))
+    asked = asyncio.create_task(bench.chat(text, stream=True, max_tokens=32))
+    await bench.replica.wait_for(lambda: len(bench.replica.requests) == 1)
+    gate.open.set()
+    num_tokens = len(f"|user\n{text}|\n|assistant\n")
+    (record,) = bench.router.decisions.latest(1)
+    headers = {"x-kvway-request-id": record.id}
+    await until(bench, headers, lambda record: record["prompt_tokens_exact"])
+    assert await counted(bench, num_tokens) == -(-(num_tokens + 32) // 16)
+    account = bench.router.dispatcher._ledger._accounts[bench.replica.replica_id]
+    assert account.uncached_tokens == num_tokens
+    bench.replica.release()
+    status, _, _ = await asked
+    assert status == 200
+
+
+async def test_what_is_read_between_the_choice_and_the_charge_is_counted_too(
+    start_roomy: StartBench, encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of an overdue prompt may publish at any moment."""
+    bench = await start_roomy(1, tokenize_timeout_s=0.05)
+    await busy(bench)
+    dispatcher, readings = bench.router.dispatcher, list[Reading]()
+    read, choose = dispatcher._read, dispatcher._choose
+
+    async def read_and_keep(*args: Any) -> Reading:
+        readings.append(await read(*args))
+        return readings[0]
+
+    def choose_and_publish(*args: Any, **named: Any) -> Any:
+        decision = choose(*args, **named)
+        gate.open.set()
+        readings[0].finish()
+        return decision
+
+    monkeypatch.setattr(dispatcher, "_read", read_and_keep)
+    monkeypatch.setattr(dispatcher, "_choose", choose_and_publish)
+    gate = Gate(encoder)
+    bench.replica.script(Answer(hold_head=True))
+    text = PAGE * 1500
+    asked = asyncio.create_task(bench.chat(text, stream=True, max_tokens=32))
+    await bench.replica.wait_for(lambda: len(bench.replica.requests) == 1)
+    num_tokens = len(f"|user\n{text}|\n|assistant\n")
+    assert await counted(bench, 10**9) == -(-(num_tokens + 32) // 16)
+    bench.replica.release()
+    _, headers, _ = await asked
+    assert (await bench.decision(headers))["prompt_tokens_exact"]
+
+
+async def test_a_replica_cannot_report_more_than_the_prompt_while_that_is_an_estimate(
+    start_roomy: StartBench, encoder: PromptEncoder
+) -> None:
+    bench = await start_roomy(1, tokenize_timeout_s=0.05)
+    gate = Gate(encoder)
+    bench.replica.script(Answer(cached_tokens=10**12))
+    _, headers, _ = await bench.chat(PAGE * 1500)
+    record = await bench.decision(headers)
+    assert record["cached_tokens"] == record["prompt_tokens"]
+    gate.open.set()
+    record = await until(bench, headers, lambda record: record["prompt_tokens_exact"])
+    total = len(f"|user\n{PAGE * 1500}|\n|assistant\n")
+    assert record["cached_tokens"] == record["prompt_tokens"] == total
+    metrics = await bench.metrics()
+    name = f'{{replica="{bench.replica.replica_id}"}}'
+    for what in ("cached", "prompt"):
+        assert metrics[f"kvway_router_{what}_tokens_total{name}"] == total
+
+
+async def test_a_body_over_a_megabyte_arrives_as_it_is(start_roomy: StartBench) -> None:
+    bench = await start_roomy(1)
+    raw = json.dumps(chat_body("hi")).encode()
+    raw = raw[:-1] + b" " * 1_500_000 + b"}"
+    sent = {"content-type": "application/json"}
+    path = bench.api("/v1/chat/completions")
+    async with bench.client.post(path, data=io.BytesIO(raw), headers=sent) as response:
+        assert response.status == 200
+    (received,) = bench.replica.requests
+    assert received.body == raw
+    assert received.headers["content-type"] == "application/json"
+    assert received.headers["content-length"] == str(len(raw))
+    assert "content-disposition" not in received.headers
