@@ -9,12 +9,18 @@
 //
 // Few rows read keys and values where they are: copying would cost more than it gives. Softmax is
 // taken online: a row's largest score so far scales what it has summed (Milakov, Gimelshein 2018).
-#include <torch/csrc/inductor/cpp_prefix.h>
+//
+// No header of torch: to compile those would take three times as long as all that is here.
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
 #include <vector>
 
 namespace {
@@ -66,6 +72,32 @@ inline void prefetch(const float* numbers) {
   for (int64_t d = 0; d < kDim; d += 16) __builtin_prefetch(numbers + d);
 }
 
+// Store 8 rows of 8 numbers as columns. In three rounds each number finds its place: within pairs,
+// within halves of a vector, then between halves.
+inline void transpose(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+#ifdef __AVX__
+  __m256 x[8], y[8];
+  for (int64_t i = 0; i < 8; ++i) x[i] = _mm256_loadu_ps(from + i * from_stride);
+  for (int64_t i = 0; i < 8; i += 2) {
+    y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+    y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+  }
+  for (int64_t i = 0; i < 8; i += 4) {
+    x[i] = _mm256_shuffle_ps(y[i], y[i + 2], 0x44);
+    x[i + 1] = _mm256_shuffle_ps(y[i], y[i + 2], 0xEE);
+    x[i + 2] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0x44);
+    x[i + 3] = _mm256_shuffle_ps(y[i + 1], y[i + 3], 0xEE);
+  }
+  for (int64_t i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(x[i], x[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(x[i], x[i + 4], 0x31));
+  }
+#else
+  for (int64_t i = 0; i < 8; ++i)
+    for (int64_t j = 0; j < 8; ++j) to[j * to_stride + i] = from[i * from_stride + j];
+#endif
+}
+
 // Rows of one key head, and what they have summed so far.
 struct Rows {
   std::vector<float> q, scores, largest, total;
@@ -87,7 +119,7 @@ struct Tile {
       const bool is_whole = j + kLanes <= num_keys;
       if (is_whole && k[j + kLanes - 1] - k[j] == (kLanes - 1) * stride) {
         for (int64_t d = 0; d < kDim; d += kLanes)
-          at::vec::transpose_mxn<float, 8, 8>(k[j] + d, stride, to + d * kPanel, kPanel);
+          transpose(k[j] + d, stride, to + d * kPanel, kPanel);
       } else {
         for (int64_t i = 0; i < kLanes; ++i)
           for (int64_t d = 0; d < kDim; ++d)

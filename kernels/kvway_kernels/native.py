@@ -180,10 +180,16 @@ def _kernel(head_dim: int) -> Callable[..., None]:
         codecache: Any = importlib.import_module("torch._inductor.codecache")
     config: Any = importlib.import_module("torch._inductor.config")
     source = _SOURCE.read_text(encoding="utf-8").replace("HEAD_DIM", str(head_dim))
-    # Products and sums in one instruction: that rounds once less.
-    with config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):
+    settings = {
+        # Products and sums in one instruction: that rounds once less.
+        "cpp.enable_floating_point_contract_flag": "fast",
+        "cpp_cache_precompile_headers": False,  # the source has none of torch's
+    }
+    with config.patch(settings):
+        # Torch need not find out by a program of its own which vectors there are: the compiler is
+        # asked for what this processor has.
         kernel: Callable[..., None] = codecache.CppPythonBindingsCodeCache.load_pybinding(
-            _ARGUMENTS, source
+            _ARGUMENTS, source, needs_vec_isa=False
         )
     return kernel
 
