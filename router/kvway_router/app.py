@@ -85,7 +85,7 @@ class Router:
             max_blocks_per_replica=settings.max_replica_blocks,
             max_bytes=settings.max_index_bytes,
         )
-        ledger = Ledger(clock=clock, params=params)
+        ledger = Ledger(clock=clock, params=params, block_size=settings.block_size)
         self.replicas = ReplicaSet(
             index=index,
             ledger=ledger,

@@ -17,11 +17,12 @@ import math
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import count
-from statistics import fmean
+from statistics import fmean, median_low
 from typing import Final, Self
 
 from kvway_core.api import LoadReport
 from kvway_core.clock import Clock
+from kvway_router.failures import Failures
 from kvway_router.loads import Loads
 from kvway_router.policy import (
     Candidate,
@@ -55,6 +56,8 @@ class _Account:
     __slots__ = (
         "charges",
         "due_s",
+        "failing_s",
+        "failures",
         "foreign_prefills",
         "foreign_requests",
         "foreign_tokens",
@@ -92,6 +95,8 @@ class _Account:
         self.has_fresh_report = False
         self.load: ReplicaLoad | None = None
         self.due_s = -math.inf
+        self.failures = Failures()
+        self.failing_s = 0.0
         self.stretch: PrefillSample | None = None
         self.stretch_s = 0.0
 
@@ -159,9 +164,13 @@ class Charge:
             self._release_prefill()
             self._ledger.prefilled(self._account, self)
         elif self._last_token_s is not None:
-            self._account.rates.gap(now - self._last_token_s)
+            self._account.rates.gap(now - self._last_token_s, now_s=now)
             self._account.load = None
         self._last_token_s = now
+
+    def pause(self) -> None:
+        """Note that nobody listened for a while: the time up to the next token says nothing."""
+        self._last_token_s = None
 
     def recount(self, *, uncached_tokens: int, cached_tokens: int, num_blocks: int) -> None:
         """Takes what was counted of a prompt in place of the estimate it was charged for.
@@ -250,13 +259,23 @@ class Ledger:
         clock: Tells the time.
         params: The constants that turn tokens into seconds; those of the policy.
         stale_after_s: Reports older than this are ignored.
+        block_size: Tokens per block of all counts; those of replicas with other blocks become
+            such.
     """
 
-    def __init__(self, *, clock: Clock, params: PolicyParams, stale_after_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        params: PolicyParams,
+        stale_after_s: float = 5.0,
+        block_size: int = 16,
+    ) -> None:
         """Start with nothing in flight and nothing known."""
         self._clock = clock
         self._params = params
         self._stale_after_s = stale_after_s
+        self._block_size = block_size
         self._accounts: dict[str, _Account] = {}
         self._unknown = self._new_account()
         """Stands for any replica that was neither sent nor reported anything; never charged."""
@@ -306,7 +325,9 @@ class Ledger:
             0, report.num_running + report.num_waiting - len(account.charges)
         )
         account.rates.report(
-            prefill_tokens_per_s=report.prefill_tokens_per_s, decode_step_s=report.decode_step_s
+            prefill_tokens_per_s=report.prefill_tokens_per_s,
+            decode_step_s=report.decode_step_s,
+            now_s=account.reported_s,
         )
         if account.foreign_prefills:
             account.stretch = None
@@ -342,10 +363,20 @@ class Ledger:
         if any(accounts[place].rates.prefill_tokens_per_s is None for place in changed):
             known = [rate for each in accounts if (rate := each.rates.prefill_tokens_per_s)]
             fleet_rate = fmean(known) if known else self._params.default_prefill_tokens_per_s
+        fleet_step_s = 0.0
+        if any(accounts[place].rates.step_aged_from_s < now for place in changed):
+            known = [step for each in accounts if (step := each.rates.decode_step_s) is not None]
+            fleet_step_s = median_low(known)
         loads = {}
         for place in changed:
             account = accounts[place]
-            load = _load(*pairs[place], account, fleet_rate=fleet_rate)
+            load = _load(
+                *pairs[place],
+                account,
+                fleet_rate=fleet_rate,
+                step_s=account.rates.step_s(now, fleet_s=fleet_step_s),
+                block_size=self._block_size,
+            )
             loads[place] = load
             if account is not self._unknown:
                 account.load = load
@@ -353,6 +384,12 @@ class Ledger:
             before.replaced(loads) if is_same else Loads(list(loads.values()), self._params)
         )
         return self._loads
+
+    def failed(self, replica_id: str) -> None:
+        """Notes that a request failed at a replica by its fault: see `failures.py`."""
+        account = self._account(replica_id)
+        account.load = None
+        account.failures.note(self.now())
 
     def num_in_flight(self, replica_id: str) -> int:
         """Counts the requests of this router at a replica that are not finished."""
@@ -367,6 +404,7 @@ class Ledger:
         account.forgotten = True
         account.report = None
         account.rates = self._new_rates()
+        account.failures = Failures()
         account.stretch = None
         account.load = None
         self.closed(replica_id, account)
@@ -445,43 +483,55 @@ class Ledger:
             while promises and promises[0][0] <= now:
                 heappop(promises)[2].expect_prefilled()
             account.due_s = promises[0][0] if promises else math.inf
-        if account.rates.prefill_tokens_per_s is None:
-            account.due_s = -math.inf  # its queue is reckoned by the rates of the others
+        account.failing_s = account.failures.cost_s(now)
+        aged_from_s = account.rates.step_aged_from_s
+        account.due_s = min(account.due_s, aged_from_s)
+        borrows_rate = account.rates.prefill_tokens_per_s is None
+        # What is forgotten with time or depends on the others is reckoned anew each time.
+        if borrows_rate or account.failing_s or aged_from_s <= now:
+            account.due_s = -math.inf
 
 
 def _load(
-    replica_id: str, blocks_held: int, account: _Account, *, fleet_rate: float | None
+    replica_id: str,
+    blocks_held: int,
+    account: _Account,
+    *,
+    fleet_rate: float | None,
+    step_s: float,
+    block_size: int,
 ) -> ReplicaLoad:
     """Puts an account and its report, if that is not too old, together.
 
-    `fleet_rate` is there if the replica's own is not known.
+    `fleet_rate` is there if the replica's own is not known; `step_s` is what a step of it takes.
     """
     rate = account.rates.prefill_tokens_per_s
     tokens, num_prefills = account.prefill_tokens, account.num_prefills
     queued_tokens = float(account.uncached_tokens)
     in_flight, blocks_pinned = len(account.charges), account.num_blocks
-    report = account.report
+    report, blocks_total = account.report, None
+    if report is not None:
+        blocks_total = report.blocks.total * report.block_size // block_size
     if report is not None and account.has_fresh_report:
         tokens += account.foreign_tokens
         queued_tokens += account.foreign_tokens
         num_prefills += account.foreign_prefills
         in_flight += account.foreign_requests
         blocks = report.blocks
-        blocks_pinned = account.num_blocks_unseen + max(
-            0, blocks.total - blocks.free - blocks.cached
-        )
-    least_step_s = account.rates.decode_step_s or 0.0
+        num_used = max(0, blocks.total - blocks.free - blocks.cached)
+        blocks_pinned = account.num_blocks_unseen + -(-num_used * report.block_size // block_size)
     return ReplicaLoad(
         replica_id,
         queued_prefill_s=tokens / (rate or fleet_rate or 1.0),
         queued_tokens=queued_tokens,
         num_prefills=num_prefills,
-        decode_step_s=least_step_s if in_flight else 0.0,
+        decode_step_s=step_s if in_flight else 0.0,
         prefill_tokens_per_s=rate,
         blocks_pinned=blocks_pinned,
-        blocks_total=report.blocks.total if report else None,
+        blocks_total=blocks_total,
         in_flight=in_flight,
         blocks_held=blocks_held,
         attention_tokens=account.rates.attention_tokens,
-        least_step_s=least_step_s,
+        least_step_s=step_s,
+        failing_s=account.failing_s,
     )

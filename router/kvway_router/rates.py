@@ -11,6 +11,7 @@ that is assumed at first: one sample gives R alone.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from kvway_router.policy import running_mean
@@ -24,6 +25,12 @@ ATTENTION_RANGE: Final = 16.0
 _KEEP: Final = 0.85
 _PRIOR_WEIGHT: Final = 0.02
 _GAP_WEIGHT: Final = 0.1
+MAX_STEP_S: Final = 1.0
+"""No step is taken for longer: a longer gap between two tokens is somebody's pause."""
+_STEP_FRESH_S: Final = 5.0
+"""Time for which what was seen of steps counts in full."""
+STEP_HALF_LIFE_S: Final = 10.0
+"""Time in which half of it is forgotten from then on, while none is seen."""
 
 
 class PrefillSample:
@@ -55,7 +62,7 @@ class Rates:
     Attributes:
         prefill_tokens_per_s: R, reported or else seen; None while neither.
         attention_tokens: A; None before the first sample.
-        decode_step_s: Time of a decode step; None while none was seen.
+        decode_step_s: Time of a decode step when last seen; None while none was.
     """
 
     __slots__ = (
@@ -68,6 +75,7 @@ class Rates:
         "_s12",
         "_s22",
         "_seen",
+        "_step_seen_s",
         "_weight",
         "attention_tokens",
         "decode_step_s",
@@ -82,6 +90,7 @@ class Rates:
         self._seen: float | None = None
         self.attention_tokens: float | None = None
         self.decode_step_s: float | None = None
+        self._step_seen_s = 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
@@ -90,21 +99,47 @@ class Rates:
             return self._seen
         return self._reported or self._seen
 
-    def report(self, *, prefill_tokens_per_s: float, decode_step_s: float) -> None:
+    def report(
+        self, *, prefill_tokens_per_s: float, decode_step_s: float, now_s: float = 0.0
+    ) -> None:
         """Takes what the replica measured itself, 0 for what it has not."""
         self._report_counts = prefill_tokens_per_s > 0
         if self._report_counts:
             self._reported = _bounded(prefill_tokens_per_s)
         if decode_step_s > 0:
-            self.decode_step_s = decode_step_s
+            self.decode_step_s, self._step_seen_s = decode_step_s, now_s
 
     def distrust_report(self) -> None:
         """The replica says nothing any more: what is seen counts from now on, once it is."""
         self._report_counts = False
 
-    def gap(self, seconds: float) -> None:
-        """Learns from the time between two tokens of a stream."""
-        self.decode_step_s = running_mean(self.decode_step_s, seconds, weight=_GAP_WEIGHT)
+    def gap(self, seconds: float, *, now_s: float = 0.0) -> None:
+        """Learns from the time between two tokens of a stream: the more, the longer ago others."""
+        weight = max(_GAP_WEIGHT, 1.0 - self._step_share(now_s))
+        seconds = min(seconds, MAX_STEP_S)
+        self.decode_step_s = running_mean(self.decode_step_s, seconds, weight=weight)
+        self._step_seen_s = now_s
+
+    def step_s(self, now_s: float, *, fleet_s: float) -> float:
+        """Returns what a decode step takes as far as is known, ever more the fleet's with time.
+
+        One that is thought to be slow is sent nothing, so nothing else would show that it is not.
+        """
+        if self.decode_step_s is None:
+            return 0.0
+        return fleet_s + self._step_share(now_s) * (self.decode_step_s - fleet_s)
+
+    def _step_share(self, now_s: float) -> float:
+        """Returns how much what was seen of steps still counts, 0 to 1."""
+        aged_s = max(0.0, now_s - self.step_aged_from_s)
+        return float(0.5 ** (aged_s / STEP_HALF_LIFE_S))
+
+    @property
+    def step_aged_from_s(self) -> float:
+        """When what is known of steps begins to be forgotten; infinite while nothing is."""
+        if self.decode_step_s is None:
+            return math.inf
+        return self._step_seen_s + _STEP_FRESH_S
 
     def prefilled(self, sample: PrefillSample, seconds: float, *, decoding: bool) -> None:
         """Learns from a stretch of time in which the replica prefilled and did not wait.

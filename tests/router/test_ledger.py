@@ -12,8 +12,10 @@ import pytest
 from kvway_core.answers import BlockCounts
 from kvway_core.api import LoadReport
 from kvway_core.testing.fake_clock import FakeClock
+from kvway_router.failures import FAILURE_S, HALF_LIFE_S
 from kvway_router.ledger import Charge, Ledger
-from kvway_router.policy import Candidate, PolicyParams, ReplicaLoad
+from kvway_router.policies.cost import choose
+from kvway_router.policy import Candidate, PolicyParams, Prompt, ReplicaLoad
 
 # Without the term for long contexts, tokens of work are tokens.
 PARAMS = PolicyParams(attention_tokens=1e18, default_prefill_tokens_per_s=100.0)
@@ -446,13 +448,15 @@ def test_what_is_kept_of_a_load_is_what_would_be_reckoned_anew(
                     uncached_tokens=rng.randrange(1, 900), cached_tokens=16, num_blocks=9
                 )
             case 6:
-                clock.advance(rng.choice([0.01, 0.5, 6.0]))
+                clock.advance(rng.choice([0.01, 0.05, 0.05, 0.5, 6.0]))
             case 7:
                 said = {"num_running": rng.randrange(9), "num_waiting": rng.randrange(2)}
                 hear(ledger, f"{name}:1", report(**said, prefill_tokens_per_s=rng.choice([0, 70])))
             case 8 if rng.random() < 0.05:
                 ledger.forget(f"{name}:1")
-        asked = [(each, 7 + (rng.random() < 0.1)) for each in names if rng.random() < 0.95]
+            case 8 if rng.random() < 0.02:
+                ledger.failed(f"{name}:1")
+        asked = [(each, 7 + (rng.random() < 0.1)) for each in names if rng.random() < 0.8]
         before = ledger.loads(asked)
         again = ledger.loads(asked)
         num_kept += before is again
@@ -506,3 +510,86 @@ def test_a_recount_of_blocks_counts_where_the_report_cannot_have_them(ledger: Le
     assert load(ledger).blocks_pinned == 10 + 10
     unseen.recount(uncached_tokens=320, cached_tokens=0, num_blocks=20)
     assert load(ledger).blocks_pinned == 10 + 20
+
+
+# --- failures, pauses and other units --------------------------------------------------------
+
+
+def test_a_failure_counts_until_it_is_forgotten_or_the_replica_restarts(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    ledger.failed("a:1")
+    assert load(ledger).failing_s == FAILURE_S
+    clock.advance(HALF_LIFE_S)
+    assert load(ledger).failing_s == pytest.approx(FAILURE_S / 2)
+    ledger.forget("a:1")
+    assert load(ledger).failing_s == 0.0
+    ledger.failed("a:1")
+    clock.advance(30 * HALF_LIFE_S)
+    assert load(ledger).failing_s == 0.0
+
+
+def test_who_fails_gets_ever_fewer_requests_and_is_tried_again(clock: FakeClock) -> None:
+    """Cold prompts at three replicas of which one fails at once; the others are mostly busy."""
+    params = PolicyParams()
+    ledger = Ledger(clock=clock, params=params)
+    names = [(f"{name}:1", 0) for name in "abc"]
+    tried_s = []
+    charges: list[tuple[float, Charge]] = []
+    for number in range(600):
+        clock.advance(0.5)
+        while charges and charges[0][0] <= clock.monotonic():
+            charges.pop(0)[1].close()
+        prompt = Prompt(num_tokens=1600, block_size=16, prefix_key=b"%d" % number)
+        decision = choose(prompt, {}, ledger.loads(names), params=params)
+        if decision.replica_id == "b:1":
+            ledger.charge(decision.chosen).close()
+            ledger.failed("b:1")
+            tried_s.append(clock.monotonic())
+        else:
+            charges.append((clock.monotonic() + 1.5, ledger.charge(decision.chosen)))
+    assert 3 <= len(tried_s) <= 40, "a third of them would be 200"
+    assert tried_s[-1] - tried_s[0] > 200, "it is not shut out for good"
+
+
+@pytest.mark.parametrize("pause_s", [60.0, 1e6])
+def test_one_long_pause_in_a_stream_does_not_starve_a_replica_for_ever(
+    clock: FakeClock, pause_s: float
+) -> None:
+    """The pause was the client's or a preemption's; nobody is sent there, so none unlearns it."""
+    params = PolicyParams()
+    ledger = Ledger(clock=clock, params=params)
+    names = [("a:1", 0), ("b:1", 0)]
+
+    def ask(number: int, gap_s: float) -> str:
+        prompt = Prompt(num_tokens=800, block_size=16, prefix_key=b"%d" % number)
+        decision = choose(
+            prompt, {}, ledger.loads(names), params=params, mean_work_s=ledger.mean_work_s
+        )
+        with ledger.charge(decision.chosen) as charge:
+            clock.advance(0.4)
+            charge.token()
+            clock.advance(gap_s)
+            charge.token()
+        return decision.replica_id
+
+    paused = ask(0, pause_s)
+    assert sum(ask(number, 0.01) == paused for number in range(1, 500)) > 100
+
+
+def test_time_in_which_nobody_listened_is_no_step(ledger: Ledger, clock: FakeClock) -> None:
+    charge = ledger.charge(candidate())
+    for gap_s in (0.25, 0.25, 0.9):
+        charge.token()
+        clock.advance(gap_s)
+    charge.pause()
+    charge.token()
+    assert load(ledger).decode_step_s == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("size", [1, 16, 256, 784])
+def test_blocks_of_another_size_are_counted_in_ours(ledger: Ledger, size: int) -> None:
+    blocks = BlockCounts(free=10, cached=22, total=64)
+    hear(ledger, "a:1", report(block_size=size, blocks=blocks))
+    now = load(ledger)
+    assert (now.blocks_pinned, now.blocks_total) == (32 * size // 16, 64 * size // 16)
