@@ -11,6 +11,9 @@ whether something was missed, which also shows that the feed still works. While 
 the feed is down: entries that nobody uses are dropped after a while instead of lying, and once it
 is up again all is replayed from the start.
 
+Batches are read and entered in order, one at a time, a few milliseconds at once: all feeds and
+everything else on the loop take turns.
+
 An engine without a replay socket cannot be asked. Its feed is down from the moment that the
 connection ends until the next batch comes: its number says whether one was lost.
 """
@@ -18,8 +21,8 @@ connection ends until the next batch comes: its number says whether one was lost
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Final, assert_never
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Final, TypeVar, assert_never
 
 import structlog
 import zmq
@@ -32,7 +35,7 @@ from kvway_core.events import (
     END_SEQ,
     MAX_BATCH_BYTES,
     EventBatch,
-    decode_batch,
+    decode_in_steps,
     pack_seq,
     unpack_seq,
 )
@@ -50,12 +53,14 @@ from kvway_router.feed_state import (
     Replay,
 )
 from kvway_router.index import BlockIndex
+from kvway_router.pacing import Pace
 
 _DRAINED_PER_TURN: Final = 64
 _RECONNECT_MAX_MS: Final = 2_000
 _HEARTBEAT_MS: Final = 5_000
 """A peer that does not answer in three times that is taken for gone."""
 
+_T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
 
 
@@ -70,6 +75,7 @@ class ReplicaFeed:
         context: Owner of the sockets' thread; the caller destroys it.
         options: Limits and pauses.
         stats: Counted up.
+        pace: Shared by all feeds.
         resume: Where the index got to in another life of the router; None to begin anew.
     """
 
@@ -83,6 +89,7 @@ class ReplicaFeed:
         context: zmq.asyncio.Context,
         options: FeedOptions,
         stats: FeedStats,
+        pace: Pace,
         resume: FeedPosition | None = None,
     ) -> None:
         """Open nothing yet."""
@@ -96,11 +103,16 @@ class ReplicaFeed:
         self._context = context
         self._options = options
         self._stats = stats
+        self._pace = pace
         self._resume = resume
         self._state = FeedState(options=options, stats=stats, can_replay=source.replay is not None)
         self._topic = source.topic.encode()
         self._question: int | None = None
         self._dealer: zmq.asyncio.Socket | None = None
+        self._dealer_monitor: zmq.asyncio.Socket | None = None
+        self._has_shaken_hands = False
+        self._is_cut = False
+        self._is_entering = False
         self._due_s = 0.0
         self._down_mark: int | None = None
         self._expire_s = 0.0
@@ -119,6 +131,8 @@ class ReplicaFeed:
         boot_id = self._state.boot_id
         if boot_id is None or self._has_expired or self._state.next_seq == 0:
             return None
+        if self._is_entering:
+            return None  # a part of a batch may be in the index
         return FeedPosition(boot_id, self._state.next_seq)
 
     async def run(self) -> None:
@@ -136,9 +150,9 @@ class ReplicaFeed:
             subscriber.setsockopt(zmq.SUBSCRIBE, self._topic)
             resume = self._resume
             if resume is None:
-                self._perform(self._state.start())
+                await self._perform(self._state.start())
             else:
-                self._perform(self._state.resume(resume.boot_id, resume.next_seq))
+                await self._perform(self._state.resume(resume.boot_id, resume.next_seq))
             while True:
                 await self._turn(subscriber)
         except zmq.ZMQError as exc:
@@ -157,24 +171,24 @@ class ReplicaFeed:
             await self._ask(question)
         ready = await self._wait(subscriber)
         if self._monitor is not None and self._monitor in ready:
-            for frames in await _drain(self._monitor):
-                self._on_connection(frames)
+            await _drain(self._monitor, self._on_connection)
         # Live batches first: those that arrive while the answer to a replay is read are newer.
         if subscriber in ready:
-            for frames in await _drain(subscriber):
-                self._on_live(frames)
-        if self._dealer is not None and self._dealer in ready:
-            dealer = self._dealer
-            for frames in await _drain(dealer):
-                if self._dealer is dealer:
-                    self._on_answer(frames)
-        self._on_time()
+            await _drain(subscriber, self._on_live)
+        if self._dealer_monitor is not None and self._dealer_monitor in ready:
+            await _drain(self._dealer_monitor, self._on_dealer)
+        # What came before the connection ended is still here.
+        if self._dealer is not None and (self._is_cut or self._dealer in ready):
+            is_empty = await _drain(self._dealer, self._on_answer)
+            if is_empty and self._is_cut and self._dealer is not None:
+                await self._on_cut()
+        await self._on_time()
 
     async def _wait(self, subscriber: zmq.asyncio.Socket) -> set[zmq.asyncio.Socket]:
         """Waits for messages or for the next thing that is due; returns what has messages."""
         poller = zmq.asyncio.Poller()
         poller.register(subscriber, zmq.POLLIN)
-        for other in (self._dealer, self._monitor):
+        for other in (self._dealer, self._dealer_monitor, self._monitor):
             if other is not None:
                 poller.register(other, zmq.POLLIN)
         due_s = self._due_s if self._monitor is None else math.inf
@@ -184,27 +198,47 @@ class ReplicaFeed:
         # A poll of 0 ms would not suspend, and what is here already must not keep the loop.
         return set(dict(await poller.poll(max(1, math.ceil(wait_s * 1e3)))))
 
-    def _on_live(self, frames: Sequence[bytes]) -> None:
+    async def _on_live(self, frames: Sequence[bytes]) -> None:
         if len(frames) != 3 or (self._topic and frames[0] != self._topic):
             self._note_bad("a live message is not [topic, seq, batch]")
             return
-        numbered = self._decode(frames[1], frames[2])
+        if frames[1] == END_SEQ:
+            self._note_bad("a live message has the number that ends a replay")
+            return
+        numbered = await self._decode(frames[1], frames[2])
         if numbered is None:
             return
-        if self._dealer is None and not self._state.replaying:
+        state = self._state
+        if self._dealer is None and not state.replaying:
             self._due_s = self._clock.monotonic() + self._options.verify_s
-        self._perform(self._state.on_batch(*numbered))
-        if not self._state.replaying and (self.is_up or self._monitor is not None):
-            self._note_up()
+        was_joining = state.joining
+        await self._perform(state.on_batch(*numbered))
+        is_true = self.is_up or self._monitor is not None or was_joining
+        if is_true and not state.replaying and not state.joining:
+            await self._note_up()
 
-    def _on_connection(self, frames: Sequence[bytes]) -> None:
+    async def _on_connection(self, frames: Sequence[bytes]) -> None:
         """Takes what ZMQ says of the connection to an engine that cannot be asked."""
         if parse_monitor_message(list(frames))["event"] == zmq.EVENT_DISCONNECTED:
             self._note_down()
         elif self._down_mark is None:
-            self._note_up()  # of a first connection nothing can have been lost
+            await self._note_up()  # of a first connection nothing can have been lost
 
-    def _on_answer(self, frames: Sequence[bytes]) -> None:
+    async def _on_dealer(self, frames: Sequence[bytes]) -> None:
+        """Takes what ZMQ says of the connection that an answer comes by."""
+        if parse_monitor_message(list(frames))["event"] == zmq.EVENT_DISCONNECTED:
+            self._is_cut = self._has_shaken_hands
+        else:
+            self._has_shaken_hands = True
+
+    async def _on_cut(self) -> None:
+        """Gives up on an answer whose connection ended."""
+        self._hang_up()
+        self._note_down()
+        self._due_s = self._clock.monotonic() + self._options.retry_s
+        await self._perform(self._state.on_replay_cut())
+
+    async def _on_answer(self, frames: Sequence[bytes]) -> None:
         # vLLM before 0.23 leaves out the topic.
         if len(frames) not in (3, 4) or frames[0]:
             self._note_bad("a replayed message is not ['', topic, seq, batch]")
@@ -213,14 +247,14 @@ class ReplicaFeed:
         if frames[-2] == END_SEQ:
             self._hang_up()
             self._due_s = self._clock.monotonic() + self._options.verify_s
-            self._perform(self._state.on_replay_end())
-            self._note_up()
+            await self._perform(self._state.on_replay_end())
+            await self._note_up()
             return
-        numbered = self._decode(frames[-2], frames[-1])
+        numbered = await self._decode(frames[-2], frames[-1])
         if numbered is not None:
-            self._perform(self._state.on_replayed(*numbered))
+            await self._perform(self._state.on_replayed(*numbered))
 
-    def _on_time(self) -> None:
+    async def _on_time(self) -> None:
         """Does what is due: give up on a replay, ask again, let entries go."""
         now = self._clock.monotonic()
         if now >= self._due_s and self._monitor is None:
@@ -229,7 +263,8 @@ class ReplicaFeed:
                 self._note_down()
                 self._due_s = now + self._options.retry_s
             else:
-                self._perform(self._state.resync())
+                self._due_s = now + self._options.verify_s
+                await self._perform(self._state.resync())
         if self._down_mark is not None and now >= self._expire_s:
             held = self._index.num_blocks(self._replica_id)
             self._index.expire(self._replica_id, before=self._down_mark)
@@ -237,27 +272,59 @@ class ReplicaFeed:
             self._down_mark = self._index.tick
             self._expire_s = now + self._options.stale_after_s
 
-    def _perform(self, actions: Sequence[Action]) -> None:
+    async def _perform(self, actions: Sequence[Action]) -> None:
+        self._is_entering = True
         for action in actions:
             match action:
                 case Apply(batch):
-                    self._stats.num_bad += sum(self._blocks.steps(batch))
+                    await self._work(self._entering(batch))
                 case Clear(reason):
                     self._blocks.clear()
-                    if reason == ClearReason.LOST:
-                        _log.warning("kv_events_lost", replica=self._replica_id)
-                    elif reason == ClearReason.RESTART:
-                        _log.info("kv_feed_restarted", replica=self._replica_id)
+                    self._note_cleared(reason)
                 case Replay(start_seq):
                     self._hang_up()
                     self._question = start_seq
                 case _:
                     assert_never(action)
+        self._is_entering = False
+
+    def _entering(self, batch: EventBatch) -> Generator[None, None, None]:
+        for num_bad in self._blocks.steps(batch):
+            self._stats.num_bad += num_bad
+            yield
+
+    async def _work(self, steps: Generator[None, None, _T]) -> _T:
+        """Does what may take long. That time is no silence of the worker's."""
+        start_s = self._clock.monotonic()
+        result = await self._pace.work(steps)
+        self._due_s += self._clock.monotonic() - start_s
+        return result
+
+    def _note_cleared(self, reason: ClearReason) -> None:
+        match reason:
+            case ClearReason.START:
+                pass
+            case ClearReason.RESTART:
+                _log.info("kv_feed_restarted", replica=self._replica_id)
+            case ClearReason.LOST:
+                _log.warning("kv_events_lost", replica=self._replica_id)
+            case ClearReason.UNREPLAYABLE:
+                # The next live batch is where it begins anew, not the first that can be replayed.
+                self._has_expired = False
+                _log.warning(
+                    "kv_batch_unreplayable", replica=self._replica_id, limit_bytes=MAX_BATCH_BYTES
+                )
+            case _:
+                assert_never(reason)
 
     async def _ask(self, start_seq: int) -> None:
         """Asks for a replay on a socket of its own, so that answers to an earlier one are gone."""
         assert self.source.replay is not None  # noqa: S101  else the state asks for no replay
         dealer = self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer_monitor = dealer.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._has_shaken_hands = self._is_cut = False
         self._set_up(dealer, self.source.replay)
         await dealer.send_multipart([b"", pack_seq(start_seq)])
         self._stats.num_replays += 1
@@ -278,8 +345,12 @@ class ReplicaFeed:
 
     def _hang_up(self) -> None:
         if self._dealer is not None:
+            self._dealer.disable_monitor()
             self._dealer.close(linger=0)
             self._dealer = None
+        if self._dealer_monitor is not None:
+            self._dealer_monitor.close(linger=0)
+            self._dealer_monitor = None
 
     def _note_down(self) -> None:
         if self._down_mark is not None:
@@ -290,7 +361,7 @@ class ReplicaFeed:
         self._expire_s = self._clock.monotonic() + self._options.stale_after_s
         _log.warning("kv_feed_down", replica=self._replica_id)
 
-    def _note_up(self) -> None:
+    async def _note_up(self) -> None:
         if not self.is_up:
             _log.info("kv_feed_up", replica=self._replica_id)
         self.is_up = True
@@ -298,9 +369,9 @@ class ReplicaFeed:
         self._down_mark = None
         if self._has_expired and self._monitor is None:
             self._has_expired = False
-            self._perform(self._state.start())
+            await self._perform(self._state.start())
 
-    def _decode(self, seq: bytes, payload: bytes) -> tuple[int, EventBatch] | None:
+    async def _decode(self, seq: bytes, payload: bytes) -> tuple[int, EventBatch] | None:
         """Reads a numbered batch; one that cannot be read is empty, so that its number counts."""
         try:
             number = unpack_seq(seq)
@@ -308,7 +379,7 @@ class ReplicaFeed:
             self._note_bad(exc.message)
             return None
         try:
-            return number, decode_batch(payload)
+            return number, await self._work(decode_in_steps(payload))
         except ProtocolError as exc:
             self._note_bad(exc.message)
             return number, EventBatch(ts=0.0, events=(), boot_id=self._state.boot_id)
@@ -318,12 +389,16 @@ class ReplicaFeed:
         _log.debug("kv_events_skipped", replica=self._replica_id, problem=problem)
 
 
-async def _drain(socket: zmq.asyncio.Socket) -> list[list[bytes]]:
-    """Takes what has arrived, up to a limit, so that other work gets its turn."""
-    messages: list[list[bytes]] = []
-    while len(messages) < _DRAINED_PER_TURN:
+async def _drain(
+    socket: zmq.asyncio.Socket, take: Callable[[Sequence[bytes]], Awaitable[None]]
+) -> bool:
+    """Takes what has arrived, up to a limit, while it is open; says whether that is all."""
+    for _ in range(_DRAINED_PER_TURN):
+        if socket.closed:
+            return False
         try:
-            messages.append(await socket.recv_multipart(zmq.NOBLOCK))
+            frames = await socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
-            break
-    return messages
+            return True
+        await take(frames)
+    return False

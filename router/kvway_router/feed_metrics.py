@@ -25,6 +25,7 @@ _COUNTERS: Final = {
     "lost": "Times that missing batches could not be replayed and the replica was cleared.",
     "restarts": "Times that events of another life of the replica came.",
     "outages": "Times that the feed went down.",
+    "unreplayable": "Times that a batch too large to be replayed was passed over.",
 }
 """What `FeedStats` counts, each as ``num_...``."""
 

@@ -21,6 +21,9 @@ everything is cleared, for what is lost may have been removals.
 
 What cannot be replayed any more may have held removals, so the replica is cleared: a missed block
 costs less than one that is not there.
+
+An answer that ends at the same batch again and again has one that is too large: ZMQ ends the
+connection over it. What is behind it comes by no replay, so the feed joins anew with what is live.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from typing import Final, TypeAlias
 from kvway_core.events import AllBlocksCleared, EventBatch
 
 _MAX_PAST_BOOTS: Final = 8
+_MAX_CUTS: Final = 3
+"""Answers that end at one batch before it is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class FeedOptions:
             at most.
         max_pending_batches: Live batches kept while a replay runs.
         max_pending_blocks: Blocks named by them.
+        turn_s: How long all feeds together keep the event loop for at a time.
     """
 
     verify_s: float = 10.0
@@ -57,6 +63,7 @@ class FeedOptions:
     stale_after_s: float = 30.0
     max_pending_batches: int = 4096
     max_pending_blocks: int = 1_000_000
+    turn_s: float = 0.005
 
 
 @dataclass(slots=True)
@@ -73,6 +80,7 @@ class FeedStats:
         num_lost: Times that the worker could no longer replay and the replica was cleared.
         num_restarts: Times that another life of the worker answered.
         num_outages: Times that the feed went down.
+        num_unreplayable: Times that a batch was too large to be replayed, and was passed over.
     """
 
     num_batches: int = 0
@@ -84,6 +92,7 @@ class FeedStats:
     num_lost: int = 0
     num_restarts: int = 0
     num_outages: int = 0
+    num_unreplayable: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,8 @@ class ClearReason(StrEnum):
     """Another life of the worker answers: its cache is another one."""
     LOST = "lost"
     """Batches are gone for good, and removals may have been among them."""
+    UNREPLAYABLE = "unreplayable"
+    """The same, since one is too large to be replayed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +159,18 @@ class FeedState:
 
     __slots__ = (
         "_can_replay",
+        "_cut_seq",
         "_is_answered",
         "_known_from",
         "_last_live",
         "_last_ts",
+        "_num_cuts",
         "_num_pending_blocks",
         "_options",
         "_past_boots",
         "_pending",
         "boot_id",
+        "joining",
         "next_seq",
         "replaying",
         "stats",
@@ -167,6 +181,8 @@ class FeedState:
         self.boot_id: str | None = None
         self.next_seq = 0
         self.replaying = False
+        # Whether the next live batch is taken whatever its number is.
+        self.joining = False
         self.stats = stats
         self._options = options
         self._past_boots: deque[str] = deque(maxlen=_MAX_PAST_BOOTS)
@@ -177,6 +193,8 @@ class FeedState:
         self._known_from: int | None = None
         self._is_answered = False
         self._can_replay = can_replay
+        self._cut_seq = 0
+        self._num_cuts = 0
         self._last_live: int | None = None
         self._last_ts: float | None = None
 
@@ -210,6 +228,9 @@ class FeedState:
 
     def _go_on(self, seq: int, batch: EventBatch, *, is_first: bool) -> list[Action]:
         """Takes a live batch of the life that is followed."""
+        if self.joining and seq >= self.next_seq:
+            self.joining = False
+            return [self._apply(seq, batch)]
         if not self._can_replay and seq != self.next_seq:
             # Whoever joins in the middle has missed nothing: nothing is listed yet.
             self.stats.num_gaps += not is_first
@@ -270,9 +291,29 @@ class FeedState:
             actions.append(self._replay())
         return actions
 
+    def on_replay_cut(self) -> list[Action]:
+        """Takes the end of a connection in the middle of an answer; `resync` is to follow."""
+        if not self.replaying:
+            return []
+        self._num_cuts = self._num_cuts + 1 if self._cut_seq == self.next_seq else 1
+        self._cut_seq = self.next_seq
+        if self._num_cuts < _MAX_CUTS:
+            return []
+        self._num_cuts = 0
+        self.stats.num_unreplayable += 1
+        self.replaying = False
+        self._known_from = None
+        self._drop_pending(lambda seq, _: seq < self.next_seq)
+        if self._pending:
+            self.next_seq = min(self._pending)
+        self.joining = not self._pending
+        actions: list[Action] = [Clear(ClearReason.UNREPLAYABLE), *self._catch_up()]
+        self._drop_pending(lambda seq, _: seq < self.next_seq)
+        return [*actions, self._replay()] if self._pending else actions
+
     def resync(self) -> list[Action]:
         """Asks again for what comes next: after a failed replay, or to learn of a silent loss."""
-        return self._ask()
+        return [] if self.joining else self._ask()
 
     def _begin_again(self, seq: int, batch: EventBatch) -> list[Action]:
         """Goes over to the life of the worker that a live batch comes from."""
@@ -288,6 +329,7 @@ class FeedState:
 
     def _replay(self) -> Replay:
         self.replaying = True
+        self.joining = False
         self._is_answered = False
         self._known_from = min(self._pending, default=None)
         return Replay(max(0, self.next_seq - 1))
@@ -303,7 +345,8 @@ class FeedState:
         return [Clear(ClearReason.RESTART)]
 
     def _forget(self) -> None:
-        self.next_seq = 0
+        self.next_seq = self._num_cuts = 0
+        self.joining = False
         self._last_live = self._last_ts = None
         self._known_from = None
         self._drop_pending(lambda _seq, _batch: True)

@@ -24,6 +24,7 @@ from kvway_router.feed import ReplicaFeed
 from kvway_router.feed_source import EventsOption, FeedSource, find_option
 from kvway_router.feed_state import FeedOptions, FeedPosition
 from kvway_router.index import BlockIndex
+from kvway_router.pacing import Pace
 from kvway_router.rehash import EngineBlocks
 from kvway_router.replica import Replica
 
@@ -63,6 +64,7 @@ class ReplicaFeeds:
         self._clock = clock
         self._namespace = namespace
         self._options = options
+        self._pace = Pace(clock, budget_s=options.turn_s)
         self._sources = sources
         self._followed: dict[str, list[_Followed]] = {}
         self._positions: dict[str, FeedPosition] = {}
@@ -122,6 +124,7 @@ class ReplicaFeeds:
                 context=context,
                 options=self._options,
                 stats=replica.feed_stats,
+                pace=self._pace,
                 resume=self._resumed(replica),
             )
             task = group.create_task(feed.run(), name=f"feed-{source.replica_id}")
@@ -159,7 +162,8 @@ class ReplicaFeeds:
                     replica=replica.id,
                     block_size=report.block_size,
                     hash_scheme=report.hash_scheme,
-                    fix="the same --block-size and version of kvway at router and worker",
+                    model=report.model,
+                    fix="the same model, --block-size and version of kvway at router and worker",
                 )
             return []
         return [FeedSource.of_worker(replica.id, replica.host, report.kv_events)]

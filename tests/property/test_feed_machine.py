@@ -222,6 +222,16 @@ class ForgetfulFeedMachine(FeedMachine):
     num_kept = 3
     is_forgetful = True
 
+    @rule(times=st.integers(1, 3))
+    @precondition(lambda self: self.state.replaying)
+    def cut_answers(self, times: int) -> None:
+        """The connection ends, and ends again: is there a batch that is too large?"""
+        for _ in range(times):
+            self.question = self.answer = None
+            self.perform(self.state.on_replay_cut())
+            if self.question is None:
+                self.perform(self.state.resync())
+
 
 class InOrderFeedMachine(FeedMachine):
     """Without loss nothing is ever replayed twice or lost."""

@@ -8,9 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 import zmq.asyncio
+from structlog.testing import capture_logs
 
 from kvway_core.clock import SystemClock
 from kvway_core.events import (
+    END_SEQ,
+    MAX_BATCH_BYTES,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -24,6 +27,7 @@ from kvway_router.feed_source import FeedSource
 from kvway_router.feed_state import FeedOptions, FeedPosition, FeedStats
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
+from kvway_router.pacing import Pace
 from tests.router.zmq_worker import TOPIC, ZmqWorker, removed, stored
 
 REPLICA = "127.0.0.1:1"
@@ -73,6 +77,7 @@ async def following(
         context=context,
         options=options,
         stats=stats,
+        pace=Pace(SystemClock(), budget_s=options.turn_s),
         resume=resume,
     )
     try:
@@ -230,6 +235,86 @@ async def test_a_flood_does_not_stop_the_loop(worker: ZmqWorker) -> None:
         assert follower.index.num_blocks(REPLICA) == 2_000
 
 
+async def test_a_large_batch_is_entered_in_turns_with_other_work(worker: ZmqWorker) -> None:
+    """In order, nothing of what follows in between; a snapshot has no number to go on from."""
+    hashes = list(range(1, 20_001))
+    async with following(worker, options=FeedOptions(turn_s=1e-9)) as follower:
+        await worker.subscribed()
+        await worker.publish(stored(7_777_777))
+        await eventually(lambda: follower.feed.position is not None)
+        await worker.publish(stored(*hashes))
+        await worker.publish(removed(*reversed(hashes)))
+        seen: list[int] = []
+        in_between = set()
+        while follower.stats.num_batches < 3 or follower.feed.position is None:
+            held = follower.index.num_blocks(REPLICA) - 1
+            if not seen or seen[-1] != held:
+                seen.append(held)
+            if 0 < held < len(hashes):
+                in_between.add(follower.feed.position)
+            await asyncio.sleep(0)
+        top = seen.index(len(hashes))
+        assert (len(seen[:top]) > 10, len(seen[top:]) > 10) == (True, True)
+        assert seen[:top] == sorted(seen[:top])
+        assert seen[top:] == sorted(seen[top:], reverse=True)
+        assert in_between == {None}
+        assert follower.feed.position == FeedPosition("boot-1", 3)
+
+
+async def test_what_takes_long_to_enter_is_no_silence_of_the_worker(worker: ZmqWorker) -> None:
+    options = FeedOptions(verify_s=60.0, replay_timeout_s=0.02, turn_s=1e-9)
+    # The large one is the last that is taken before the feed looks what is due.
+    for number in range(63):
+        await worker.publish(stored(1_000_000 + number))
+    await worker.publish(stored(*range(1, 200_001)))
+    await worker.publish(stored(*CHAIN))
+    async with following(worker, options=options) as follower:
+        await eventually(lambda: follower.feed.is_up)
+        assert (follower.stats.num_outages, follower.stats.num_batches) == (0, 65)
+
+
+@pytest.mark.parametrize("has_replay_behind", [False, True])
+async def test_a_batch_too_large_to_be_replayed_is_passed_over(
+    worker: ZmqWorker, *, has_replay_behind: bool
+) -> None:
+    """It would end each connection that it comes by, and the feed for good."""
+    options = FeedOptions(verify_s=0.05, replay_timeout_s=30.0, retry_s=0.01)
+    with capture_logs() as logs:
+        await worker.publish(stored(*CHAIN))
+        await worker.publish_raw(bytes(MAX_BATCH_BYTES + 1), lost=True)
+        if has_replay_behind:
+            await worker.publish(stored(77), lost=True)
+        async with following(worker, options=options) as follower:
+            await worker.subscribed()
+            await eventually(lambda: follower.stats.num_unreplayable == 1)
+            assert follower.matched == 0
+            assert not follower.feed.is_up
+            num_asked = len(worker.replays)
+            await worker.publish(stored(88, 89))
+            await eventually(lambda: follower.feed.is_up)
+            assert follower.index.match([88, 89]) == {REPLICA: 2}
+            await worker.publish(removed(89), lost=True)
+            await eventually(lambda: follower.index.match([88, 89]) == {REPLICA: 1})
+            assert num_asked == 3
+            assert min(worker.replays[3:]) >= 2
+            assert (follower.stats.num_unreplayable, follower.stats.num_outages) == (1, 1)
+    events = [log["event"] for log in logs]
+    assert events.count("kv_batch_unreplayable") == 1
+    assert events.count("kv_feed_down") == 1
+
+
+async def test_a_live_message_cannot_have_the_number_that_ends_a_replay(
+    worker: ZmqWorker,
+) -> None:
+    async with following(worker) as follower:
+        await worker.subscribed()
+        await worker.publish(stored(11))
+        await eventually(lambda: follower.matched == 1)
+        await worker.send(TOPIC, END_SEQ, encode_batch(EventBatch(0.0, (), boot_id="boot-1")))
+        await eventually(lambda: follower.stats.num_bad == 1)
+        assert follower.feed.position == FeedPosition("boot-1", 1)
+
+
 def test_events_enter_under_their_low_64_bits_on_the_tier_of_their_medium() -> None:
     index = BlockIndex()
     whole = bytes(range(16))
@@ -267,7 +352,7 @@ async def test_a_router_that_restarts_goes_on_from_where_its_index_got_to(
 ) -> None:
     index = BlockIndex()
     async with following(worker, index=index) as follower:
-        assert follower.feed.position is None
+        assert [follower.feed.position] == [None]
         await worker.publish(stored(11, 12))
         await worker.publish(stored(13, parent=12))
         await eventually(lambda: follower.matched == 3)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
+from structlog.testing import capture_logs
 
 from kvway_core.blocks import Namespace, block_hashes, event_hash
 from kvway_core.clock import SystemClock
@@ -31,6 +32,8 @@ from tests.router.engine_publisher import (
     vllm_map_of_maps,
     vllm_maps,
 )
+from tests.router.zmq_worker import ZmqWorker
+from tests.router.zmq_worker import stored as kvway_stored
 
 MODEL = "test-model"
 SIZE = 16
@@ -255,6 +258,42 @@ async def test_an_endpoint_that_cannot_be_used_costs_the_feed_and_not_the_replic
     async with following(replica, option) as fleet:
         await fleet.set.wait_for(lambda: len(fleet.set.usable()) == 1)
         assert not fleet.set.is_fed(replica.replica_id)
+
+
+@pytest.mark.parametrize(
+    "odd", [{"model": "another"}, {"block_size": 32}, {"hash_scheme": "kvway-0"}], ids=str
+)
+async def test_a_worker_that_hashes_otherwise_is_not_followed(odd: dict[str, object]) -> None:
+    """Its hashes would be taken for those of prompts that they are not of. It is said once."""
+    async with ZmqWorker() as worker, FakeReplica(model=MODEL) as replica:
+        await worker.publish(kvway_stored(11, 12))
+        ports = {
+            "pub_port": worker.info.pub_port,
+            "replay_port": worker.info.replay_port,
+            "topic": worker.info.topic,
+        }
+        replica.pages["/load"] = (200, replica.load(kv_events=ports, **odd))
+        fleet = Fleet()
+        fleet.set.set_replicas([replica.url])
+        async with asyncio.TaskGroup() as group:
+            with capture_logs() as logs:
+                task = group.create_task(fleet.set.run())
+                looks = 0
+
+                def has_looked_again() -> bool:
+                    nonlocal looks
+                    looks += 1
+                    return looks > 3
+
+                await fleet.set.wait_for(has_looked_again)
+            assert fleet.set.feeds(replica.replica_id) == []
+            said = [log for log in logs if log["event"] == "kv_events_not_understood"]
+            report = replica.load(**odd)
+            told = {key: report[key] for key in ("model", "block_size", "hash_scheme")}
+            assert [{key: log[key] for key in told} for log in said] == [told]
+            replica.pages["/load"] = (200, replica.load(kv_events=ports))
+            await eventually(lambda: fleet.index.num_blocks(replica.replica_id) == 2)
+            task.cancel()
 
 
 # -- capacity and lives -------------------------------------------------------------------------

@@ -225,3 +225,55 @@ def test_a_snapshot_that_is_too_old_to_go_on_from_is_cleared(resumed: FeedState)
 
 def test_a_snapshot_that_knows_more_than_the_worker_is_cleared(resumed: FeedState) -> None:
     assert resumed.on_replay_end() == [Clear(ClearReason.RESTART), Replay(0)]
+
+
+def cut(state: FeedState) -> list[Action]:
+    actions = state.on_replay_cut()
+    return actions or state.resync()
+
+
+SKIPPED = Clear(ClearReason.UNREPLAYABLE)
+
+
+def test_an_answer_that_ends_three_times_at_one_batch_is_given_up(state: FeedState) -> None:
+    assert state.resync() == [Replay(2)]
+    assert [cut(state), cut(state)] == [[Replay(2)], [Replay(2)]]
+    assert cut(state) == [SKIPPED]
+    assert (state.replaying, state.joining, state.stats.num_unreplayable) == (False, True, 1)
+    assert state.resync() == []
+    assert state.on_batch(1, batch()) == []
+    assert state.on_batch(7, batch()) == [Apply(batch())]
+    assert (state.next_seq, state.joining) == (8, False)
+    assert state.resync() == [Replay(7)]
+
+
+def test_an_answer_that_gets_further_is_not_given_up(state: FeedState) -> None:
+    state.resync()
+    for seq in range(3, 9):
+        assert cut(state) == [Replay(seq - 1)]
+        assert state.on_replayed(seq, batch()) == [Apply(batch())]
+    assert state.stats.num_unreplayable == 0
+
+
+def test_behind_what_is_given_up_comes_what_waited(state: FeedState) -> None:
+    assert state.on_batch(5, batch()) == [Replay(2)]
+    state.on_batch(6, batch())
+    state.on_batch(8, batch())
+    cut(state)
+    cut(state)
+    assert cut(state) == [SKIPPED, Apply(batch()), Apply(batch()), Replay(6)]
+    assert (state.next_seq, state.joining) == (7, False)
+    assert replay(state, 6, 7) == [Apply(batch()), Apply(batch())]
+
+
+def test_another_life_begins_anew_though_a_batch_was_given_up(state: FeedState) -> None:
+    state.resync()
+    for _ in range(3):
+        cut(state)
+    assert state.on_batch(0, batch("boot-2")) == [Clear(ClearReason.RESTART), Replay(0)]
+    assert not state.joining
+
+
+def test_a_connection_that_ends_without_a_question_is_nothing(state: FeedState) -> None:
+    assert [state.on_replay_cut() for _ in range(5)] == [[]] * 5
+    assert state.next_seq == 3
