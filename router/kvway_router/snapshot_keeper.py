@@ -60,5 +60,5 @@ class SnapshotKeeper:
             snapshot = self._index.snapshot(boot_ids, self._replicas.next_seqs())
             try:
                 await asyncio.to_thread(write_snapshot, self._path, snapshot)
-            except OSError as exc:
+            except (OSError, ValueError, OverflowError) as exc:
                 _log.warning("index_snapshot_not_written", path=str(self._path), error=str(exc))

@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 import xxhash
@@ -25,6 +25,9 @@ from kvway_router.runs import HASH_BYTES, unpack
 VERSION: Final = 1
 _MAGIC: Final = b"kvway-index\n"
 _CHECKSUM_BYTES: Final = 8
+
+_Unsigned = Annotated[int, msgspec.Meta(ge=0)]
+"""A number that fits 64 bits without a sign: no larger one can be written in msgpack."""
 
 
 class SavedRun(msgspec.Struct, frozen=True, array_like=True):
@@ -37,8 +40,8 @@ class SavedRun(msgspec.Struct, frozen=True, array_like=True):
         hashes: Packed, in the byte order of the machine.
     """
 
-    before: int
-    waits_for: int | None
+    before: Annotated[int, msgspec.Meta(ge=-1)]
+    waits_for: _Unsigned | None
     hashes: bytes
 
 
@@ -54,8 +57,15 @@ class SavedReplica(msgspec.Struct, frozen=True, array_like=True):
     """
 
     boot_id: str | None
-    tiers: list[list[int]]
-    next_seq: int | None = None
+    tiers: list[list[_Unsigned]]
+    next_seq: _Unsigned | None = None
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """What a snapshot of any version begins with."""
+
+    version: int
+    byte_order: str
 
 
 class Snapshot(msgspec.Struct, frozen=True, array_like=True):
@@ -91,19 +101,24 @@ def decode_snapshot(data: bytes) -> Snapshot:
     payload = data[start:]
     if not data.startswith(_MAGIC) or data[len(_MAGIC) : start] != xxhash.xxh3_64_digest(payload):
         raise ValueError("it is damaged, or not a snapshot of an index")
-    snapshot = msgspec.msgpack.decode(payload, type=Snapshot)
-    if (snapshot.version, snapshot.byte_order) != (VERSION, sys.byteorder):
+    # The version first: of another one nothing else need be where it is here.
+    head = msgspec.msgpack.decode(payload, type=_Head)
+    if (head.version, head.byte_order) != (VERSION, sys.byteorder):
         raise ValueError(
-            f"it is of version {snapshot.version}, {snapshot.byte_order} endian;"
+            f"it is of version {head.version}, {head.byte_order} endian;"
             f" this router reads version {VERSION}, {sys.byteorder} endian"
         )
+    snapshot = msgspec.msgpack.decode(payload, type=Snapshot)
     for number, run in enumerate(snapshot.runs):
         if not run.hashes or len(run.hashes) % HASH_BYTES or run.before >= number:
             raise ValueError("it has a run without blocks or before what it follows")
     for replica in snapshot.replicas.values():
         for tier in replica.tiers:
-            if len(tier) % 2 or not all(0 <= run < len(snapshot.runs) for run in tier[::2]):
+            if len(tier) % 2 or not all(run < len(snapshot.runs) for run in tier[::2]):
                 raise ValueError("it names runs that it does not have")
+            for number, count in zip(tier[::2], tier[1::2], strict=True):
+                if not 0 < count <= len(snapshot.runs[number].hashes) // HASH_BYTES:
+                    raise ValueError("it names more blocks of a run than that has, or none")
     return snapshot
 
 
@@ -112,11 +127,13 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
     Raises:
         OSError: It cannot be written there; what was there before stays.
+        OverflowError: A number in it has more than 64 bits; the same.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        data = encode_snapshot(snapshot)
         with partial.open("wb") as file:
-            file.write(encode_snapshot(snapshot))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import xxhash
+from structlog.testing import capture_logs
 
 from kvway_core.clock import SystemClock
 from kvway_core.lifecycle import Supervisor
@@ -131,6 +133,55 @@ def test_what_cannot_be_trusted_is_refused(data: bytes) -> None:
         decode_snapshot(data)
 
 
+def packed(version: object = VERSION, *rest: object) -> bytes:
+    """A snapshot of any layout, with a checksum that is right."""
+    payload = msgspec.msgpack.encode([version, *rest])
+    return b"kvway-index\n" + xxhash.xxh3_64_digest(payload) + payload
+
+
+TWO_BLOCKS = bytes(16)
+
+
+@pytest.mark.parametrize(
+    ("run", "saved"),
+    [
+        ([-1, -1, TWO_BLOCKS], [None, [[0, 2]]]),
+        ([-1, -(2**63), TWO_BLOCKS], [None, [[0, 2]]]),
+        ([-1, 1.5, TWO_BLOCKS], [None, [[0, 2]]]),
+        ([-2, None, TWO_BLOCKS], [None, [[0, 2]]]),
+        ([-1, None, TWO_BLOCKS], [None, [[0, 3]]]),
+        ([-1, None, TWO_BLOCKS], [None, [[0, 0]]]),
+        ([-1, None, TWO_BLOCKS], [None, [[0, -1]]]),
+        ([-1, None, TWO_BLOCKS], [None, [[-1, 2]]]),
+        ([-1, None, TWO_BLOCKS], [None, [[0, 2**64 - 1]]]),
+        ([-1, None, TWO_BLOCKS], [None, [[0]]]),
+        ([-1, None, TWO_BLOCKS], [None, [[0, 2]], -1]),
+    ],
+)
+def test_a_number_out_of_its_bounds_is_refused(run: list[object], saved: list[object]) -> None:
+    """When the file is read: what is restored later has nobody who would take an error."""
+    with pytest.raises(ValueError, match=r"it names|Expected"):
+        decode_snapshot(packed(VERSION, sys.byteorder, [run], {"a:1": saved}))
+
+
+def test_the_largest_numbers_are_restored() -> None:
+    runs = [[-1, 2**64 - 1, b"\xff" * 8], [0, None, TWO_BLOCKS]]
+    saved = ["boot", [[0, 1, 1, 2], [], [1, 1]], 2**64 - 1]
+    snapshot = decode_snapshot(packed(VERSION, sys.byteorder, runs, {"a:1": saved}))
+    index = BlockIndex()
+    assert index.restore(snapshot, "a:1") == "boot"
+    index.check_invariants()
+    assert index.num_blocks("a:1") > 0
+
+
+@pytest.mark.parametrize(
+    "rest", [[], [{"runs": []}], [[], [], "x"], [[[0, "x"]], {"a:1": 7}]], ids=str
+)
+def test_another_layout_is_another_version(rest: list[object]) -> None:
+    with pytest.raises(ValueError, match=f"it is of version {VERSION + 1}, "):
+        decode_snapshot(packed(VERSION + 1, sys.byteorder, *rest))
+
+
 def test_a_file_is_replaced_whole_or_not_at_all(index: BlockIndex, tmp_path: Path) -> None:
     path = tmp_path / "index.snapshot"
     assert read_snapshot(path) is None
@@ -223,6 +274,47 @@ async def test_a_snapshot_is_written_again_and_again(stopped: Bench, tmp_path: P
     assert set(snapshot.replicas) == {stopped.replica.replica_id}
 
 
+async def test_a_snapshot_that_cannot_be_written_does_not_end_the_keeper(
+    start_bench: StartBench, tmp_path: Path
+) -> None:
+    """A folder that is not there, a number that is too large, a name that is no text."""
+    async with ZmqWorker() as worker:
+        await worker.publish(stored(11, 12))
+        bench = await start_bench(1)
+        bench.replica.pages["/load"] = (200, bench.replica.load(kv_events=ports_of(worker)))
+        replicas, name = bench.router.replicas, bench.replica.replica_id
+        await replicas.wait_for(lambda: replicas.is_fed(name))
+        state, replica = replicas.feeds(name)[0]._state, replicas.get(name)
+        assert replica is not None
+        index = bench.router.dispatcher._index
+        path = tmp_path / "index.snapshot"
+        with capture_logs() as logs:
+            await SnapshotKeeper(
+                tmp_path / "none" / "file", index=index, replicas=replicas
+            ).write()
+            keeper = SnapshotKeeper(path, index=index, replicas=replicas)
+            next_seq, state.next_seq = state.next_seq, 2**64
+            await keeper.write()
+            boot_id, state.next_seq, replica.boot_id = replica.boot_id, next_seq, "\ud800"
+            await keeper.write()
+            replica.boot_id = boot_id
+        said = [log["event"] for log in logs]
+        assert said.count("index_snapshot_not_written") == 3
+        assert files_in(tmp_path) == []
+        await keeper.write()
+        assert read_snapshot(path) is not None
+
+
+def files_in(folder: Path) -> list[Path]:
+    return list(folder.iterdir())
+
+
+def ports_of(worker: ZmqWorker) -> dict[str, object]:
+    """As a load report says where events are published."""
+    info = worker.info
+    return {"pub_port": info.pub_port, "replay_port": info.replay_port, "topic": info.topic}
+
+
 async def test_feeds_go_on_from_a_snapshot(
     start_bench: StartBench, encoder: PromptEncoder, tmp_path: Path
 ) -> None:
@@ -230,12 +322,7 @@ async def test_feeds_go_on_from_a_snapshot(
         await worker.publish(stored(11, 12))
         await worker.publish(stored(13, parent=12))
         bench = await start_bench(1, index_snapshot=tmp_path / "index.snapshot")
-        ports = {
-            "pub_port": worker.info.pub_port,
-            "replay_port": worker.info.replay_port,
-            "topic": worker.info.topic,
-        }
-        bench.replica.pages["/load"] = (200, bench.replica.load(kv_events=ports))
+        bench.replica.pages["/load"] = (200, bench.replica.load(kv_events=ports_of(worker)))
         name = bench.replica.replica_id
         await bench.router.replicas.wait_for(lambda: bench.router.replicas.is_fed(name))
         assert bench.router.replicas.next_seqs() == {name: 2}
