@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from kvway_kernels import native
 from kvway_kernels.api import chosen
+from kvway_kernels.costs import HeadShape, calibrate
 from tests.kernels.trees import BLOCK_SIZE, TREES, Shape, Tree, lse_error, relative_error
 
 _NAME, _REASON = chosen("auto")
@@ -53,6 +55,31 @@ def test_slots_of_nobody_have_no_effect(poison: float) -> None:
         found = Tree.of(shape, poison=poison).run("compiled")
         assert torch.equal(found[0], clean[0]), name
         assert torch.equal(found[1], clean[1]), name
+
+
+def test_strides_of_queries_make_no_graph() -> None:
+    """Ours are a view into q, k and v together; in a step with chunks they are copied."""
+    before = counters["stats"]["unique_graphs"]
+    lone = Shape((), ((1, 20),))
+    for shape in (*TREES.values(), lone):
+        case = Tree.of(shape)
+        together = torch.cat([case.q, torch.full_like(case.q[:, :4], torch.nan)], 1)
+        strided = replace(case, q=together[:, : case.q.shape[1]])
+        assert strided.q.stride() != case.q.stride()
+        for found, expected in zip(strided.run("compiled"), case.run("compiled"), strict=True):
+            assert torch.equal(found, expected)
+    assert counters["stats"]["unique_graphs"] == before
+
+
+def test_costs_are_measured_with_the_graphs_of_an_engine() -> None:
+    """Whose blocks are allocated outside of inference mode, and whose steps run in it."""
+    case = Tree.of(TREES["one prefix"], heads=(6, 2), head_dim=64)
+    with torch.inference_mode():
+        case.run("compiled")
+        replace(case, shared=()).run("compiled")
+    before = counters["stats"]["unique_graphs"]
+    calibrate(HeadShape(6, 2, 64), dtype=torch.float32, implementation="compiled", budget_s=0.0)
+    assert counters["stats"]["unique_graphs"] == before
 
 
 def test_2000_random_steps_compile_nothing() -> None:

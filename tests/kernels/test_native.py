@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import codecache
 
 from kvway_kernels import native
 from kvway_kernels.api import chosen
@@ -141,3 +142,18 @@ def test_no_graph_is_compiled() -> None:
     for shape in TREES.values():
         Tree.of(shape).run("compiled")
     assert counters["stats"]["unique_graphs"] == before
+
+
+def test_it_is_compiled_without_headers_of_torch_and_without_trying_out_vectors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Either takes longer than the kernel itself."""
+
+    def fail(*_args: object, **_keywords: object) -> None:
+        raise AssertionError("nobody asked for that")
+
+    for name in ("pick_vec_isa", "_precompile_header"):
+        monkeypatch.setattr(codecache, name, fail)
+    codecache.CppPythonBindingsCodeCache.cache_clear()
+    assert native._kernel.__wrapped__(64)
+    assert "torch/" not in native._SOURCE.read_text(encoding="utf-8")

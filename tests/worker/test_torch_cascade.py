@@ -6,7 +6,7 @@ Each answer is compared with transformers' own, token for token, in float32.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvway_kernels.api import PagedPlan
 from kvway_worker.scheduling.prefix_groups import CascadeCosts
 from kvway_worker.torch_engine import AttentionOptions, TorchEngine
-from kvway_worker.torch_engine.attention import ALWAYS
+from kvway_worker.torch_engine.attention import ALWAYS, Attention
+from kvway_worker.torch_engine.calls import Part
 from tests.worker.cascading import NUM_NEW, Batch, answers, expected, random_batch
 from tests.worker.torch_models import Driver, write_model
 
@@ -194,6 +196,26 @@ def test_loading_leaves_no_trace(folder: Path) -> None:
     assert not any(layer.any() for layer in (*engine._cache.k, *engine._cache.v))
     counted = engine.attention()
     assert (counted.num_shared_steps, counted.num_passes, counted.num_tokens_once) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "num_levels"), [(16, 0), (17, 1), (24, 1), (32, 1), (33, 2), (48, 2)]
+)
+def test_loading_runs_a_shared_pass_wherever_requests_may_share_a_block(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, max_model_len: int, num_levels: int
+) -> None:
+    """Two requests of 17 tokens have a block in front of their last: later nothing is compiled."""
+    found: list[int] = []
+    plan = Attention.plan
+
+    def note(self: Attention, parts: Sequence[Part]) -> PagedPlan:
+        made = plan(self, parts)
+        found.append(made.num_levels)
+        return made
+
+    monkeypatch.setattr(Attention, "plan", note)
+    engine_of(folder, AttentionOptions("sdpa", costs=ALWAYS), max_model_len=max_model_len)
+    assert max(found) == num_levels
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 3, 6])
