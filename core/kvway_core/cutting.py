@@ -32,6 +32,7 @@ from tokenizers.pre_tokenizers import PreTokenizer
 
 _SPECIAL_CHARS: Final = 512
 _INNER_CHARS: Final = 2048
+_WINDOW_CHARS: Final = 32 * 1024
 _NO_SPACE: Final = r"[!-~\w]"
 """Characters that are white space to nobody, whichever version of Unicode they go by."""
 
@@ -77,6 +78,8 @@ class Cutter:
         why: Why not, in words; empty where both kinds of cuts are made.
         min_special: Characters of a piece that ends at an added token, at least.
         min_inner: Characters of any other piece but the last, at least.
+        longest: Characters of the longest added token.
+        window: Characters that are searched at once: no other thread runs meanwhile.
     """
 
     specials: re.Pattern[str] | None
@@ -86,6 +89,8 @@ class Cutter:
     why: str
     min_special: int = _SPECIAL_CHARS
     min_inner: int = _INNER_CHARS
+    longest: int = 0
+    window: int = _WINDOW_CHARS
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
@@ -110,6 +115,7 @@ class Cutter:
             cuts_specials=cuttable,
             inner=pattern,
             why=why,
+            longest=max((len(token.content) for token in found), default=0),
         )
 
     @property
@@ -145,6 +151,9 @@ class Cutter:
                     break
                 begin = at.end() - 1
                 yield begin
+            if start == stop:
+                behind = max(behind, start - 1)  # a character before a space may be the last one
+                continue
             behind = stop
             if start - begin >= self.min_special and text[start:stop] not in self.avoided:
                 yield start
@@ -153,11 +162,23 @@ class Cutter:
             yield len(text)
 
     def _found(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yields the added tokens as tokenizers finds them, then the end of the text."""
-        if self.specials is not None:
-            for match in self.specials.finditer(text):
+        """Yields the added tokens as tokenizers finds them, and the ends of windows without one.
+
+        The last one is the end of the text.
+        """
+        at = 0
+        while at < len(text):
+            end = min(at + self.window, len(text))
+            match = None
+            if self.specials is not None:
+                # What begins in the window is seen whole.
+                match = self.specials.search(text, at, end + self.longest)
+            if match is not None and match.start() < end:
                 yield match.span()
-        yield len(text), len(text)
+                at = match.end()
+            else:
+                yield end, end
+                at = end
 
 
 def _parts(token: AddedToken, *, words_matter: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,45 @@ def test_texts_that_begin_alike_are_cut_alike(text: str, more: str, least: int) 
     # The last piece goes on, and an added token may begin in the text before it.
     same = sum(1 for one, two in zip(before, after, strict=False) if one == two)
     assert same >= len(before) - 1 - ("<" in text[-10:])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@given(text=texts_of("plain", max_size=200), window=st.integers(1, 40), least=st.integers(1, 30))
+def test_a_text_is_cut_alike_however_much_of_it_is_searched_at_once(
+    kind: str, text: str, window: int, least: int
+) -> None:
+    whole = replace(Cutter.of(tokenizer_of(kind, "plain")), min_special=least, min_inner=2 * least)
+    cut = list(pieces(text, replace(whole, window=10**9)))
+    assert list(pieces(text, replace(whole, window=window))) == cut
+    assert list(pieces(text, whole)) == cut
+
+
+class Watched:
+    """A pattern that notes how much of a text it was given at once."""
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.pattern = pattern
+        self.most = 0
+        self.furthest = 0
+
+    def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
+        self.most = max(self.most, end - start)
+        self.furthest = max(self.furthest, end)
+        return self.pattern.search(text, start, end)
+
+
+@pytest.mark.parametrize("text", ["a" * 500_000, "a b" * 200_000, "<|" * 200_000])
+def test_no_search_holds_other_threads_up_for_long_or_looks_far_ahead(text: str) -> None:
+    cutter = Cutter.of(tokenizer_of("gpt-2", "plain"))
+    assert cutter.specials is not None
+    assert cutter.inner is not None
+    patterns = Watched(cutter.specials), Watched(cutter.inner)
+    watched = replace(cutter, specials=patterns[0], inner=patterns[1])  # type: ignore[arg-type]
+    ends = watched.ends(text)
+    first = next(ends)
+    assert max(each.furthest for each in patterns) < first + 2 * cutter.window
+    assert [first, *ends][-1] == len(text)
+    assert max(each.most for each in patterns) < 2 * cutter.window
 
 
 @given(text=texts_of("plain", max_size=300))
