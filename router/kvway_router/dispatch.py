@@ -32,6 +32,7 @@ from typing import Final, Protocol
 from multidict import CIMultiDict
 
 from kvway_core.errors import (
+    ConnectFailed,
     DeadlineExceeded,
     KvwayError,
     NoReplicaAvailable,
@@ -45,7 +46,13 @@ from kvway_router.ledger import Charge, Ledger
 from kvway_router.policies.base import Policy, Situation, decide
 from kvway_router.policies.state import PolicyState
 from kvway_router.policy import Candidate, Decision, PolicyParams, Prompt
-from kvway_router.proxy import CachedTokens, ReplicaAnswer, ReplicaClient, request_headers
+from kvway_router.proxy import (
+    CachedTokens,
+    EventData,
+    ReplicaAnswer,
+    ReplicaClient,
+    request_headers,
+)
 from kvway_router.reading import (
     STICKY_HEADER,
     ReaderPool,
@@ -61,6 +68,9 @@ from kvway_router.trips import Trip, TripLog
 
 HOLD_BYTES: Final = 1024 * 1024
 """Most bytes of a whole answer that are held back from the client, in favour of a retry."""
+
+SLOW_CLIENT_S: Final = 0.01
+"""A client that needs longer to take a chunk is waited for: that time says nothing of steps."""
 
 RETRIED_STATUSES: Final = frozenset({429, 502, 503})
 """Answers of a replica that did not take the request; any other is the client's to read.
@@ -210,10 +220,10 @@ class Dispatcher:
                 await downstream.break_off(exc, event_stream=trip.is_event_stream)
 
     def max_model_len(self) -> int | None:
-        """Returns the shortest context of the replicas that are ready, else the model's own."""
+        """Returns the longest context of the replicas that are ready, else the model's own."""
         reports = [replica.report for replica in self._replicas.usable()]
         lengths = [report.max_model_len for report in reports if report is not None]
-        return min(lengths, default=self._model.encoder.max_model_len)
+        return max(lengths, default=self._model.encoder.max_model_len)
 
     # -- the phases -----------------------------------------------------------------------------
 
@@ -225,7 +235,7 @@ class Dispatcher:
         while len(tried) < self._max_attempts:
             request = reading.request  # a thread may publish more at any time
             try:
-                decision = self._choose(request, tried=tried)
+                decision = self._choose(request, tried=tried | self._too_small(reading))
             except NoReplicaAvailable:
                 if failure is None:
                     raise
@@ -237,10 +247,13 @@ class Dispatcher:
                 )
             except DeadlineExceeded as exc:
                 trip.attempt_failed(exc)
+                self._note_failure(decision.replica_id)
                 raise  # it may still be at work on it: another replica would do it twice
             except ReplicaError as exc:
                 trip.attempt_failed(exc)
                 self._replicas.report_failure(decision.replica_id, exc)
+                if not isinstance(exc, ConnectFailed):  # that takes it out of the choice anyway
+                    self._note_failure(decision.replica_id)
                 if downstream.started:
                     raise
                 failure = exc
@@ -249,6 +262,25 @@ class Dispatcher:
                 return
         assert failure is not None  # noqa: S101  the loop ends with a failure or not at all
         await self._give_up(failure, downstream, trip=trip)
+
+    def _note_failure(self, replica_id: str) -> None:
+        """Makes a replica dearer for a while, if it is still there."""
+        if self._replicas.get(replica_id) is not None:
+            self._ledger.failed(replica_id)
+
+    def _too_small(self, reading: Reading) -> frozenset[str]:
+        """Returns the replicas that say that their context is too short for the longest prompt.
+
+        None, if by an estimate it is too long for all.
+        """
+        usable = self._replicas.usable()
+        longest = reading.longest_prompt
+        small = frozenset(
+            replica.id
+            for replica in usable
+            if replica.report is not None and replica.report.max_model_len <= longest
+        )
+        return small if len(small) < len(usable) else frozenset()
 
     async def _read(self, call: Call, body: bytes) -> Reading:
         """Phase 1."""
@@ -332,6 +364,8 @@ class Dispatcher:
             ) as answer:
                 if answer.status in RETRIED_STATUSES:
                     raise _Rejected(answer, await answer.read(limit_bytes=HOLD_BYTES))
+                if answer.status >= 500:
+                    self._note_failure(replica.id)
                 await self._relay(answer, downstream, charge, expected, trip=trip)
         is_told_of = request.num_prompts == 1 and answer.status == 200
         if is_told_of and not self._replicas.is_fed(replica.id):
@@ -410,11 +444,18 @@ class Dispatcher:
         cached = CachedTokens(answer.headers, is_event_stream=answer.is_event_stream)
         trip.answered(answer.status, is_event_stream=answer.is_event_stream)
         await downstream.start(answer.status, _answer_headers(answer.headers, trip))
+        data, is_first = EventData(), True
         async for chunk in _chain(held, chunks):
-            if answer.is_event_stream:
+            if answer.is_event_stream and data.push(chunk):
                 charge.token()
+                if is_first and chunk is not held:
+                    trip.first_data()
+                is_first = False
             cached.push(chunk)
+            sent_s = self._ledger.now()
             await downstream.write(chunk)
+            if self._ledger.now() - sent_s > SLOW_CLIENT_S:
+                charge.pause()
         await downstream.end()
         trip.done(cached_tokens=cached.value())
 

@@ -108,6 +108,8 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
         url: Its address.
         state: "starting", "ready", "unhealthy" or "draining".
         error: Why it is not ready; empty when it is.
+        no_report: Why it is used without a load report; empty when it gives one or is of a kind
+            that has none.
         in_flight: Requests there, as far as known.
         queued_prefill_s: Prefill work sent and not yet done, seconds.
         num_prefills: Prefills queued or running.
@@ -128,6 +130,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     state: str
     error: str
+    no_report: str
     in_flight: int
     queued_prefill_s: float
     num_prefills: int
@@ -185,6 +188,7 @@ class Fleet:
                     url=replica.url,
                     state=replica.state.value,
                     error=replica.error,
+                    no_report=replica.no_report,
                     in_flight=load.in_flight,
                     queued_prefill_s=load.queued_prefill_s,
                     num_prefills=load.num_prefills,

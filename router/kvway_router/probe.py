@@ -21,9 +21,12 @@ class Good:
 
     Attributes:
         report: What a kvway worker says of its load; None for another engine that is healthy.
+        no_report: Why there is none although it was asked for one, for a person; empty for an
+            engine that does not know the question.
     """
 
     report: LoadReport | None
+    no_report: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +73,26 @@ class Prober:
             self._session = None
 
     async def probe(self, url: str) -> Good | Bad:
-        """Asks `GET /load`, and `GET /health` where that is not a kvway worker's.
+        """Asks `GET /load`, and `GET /health` where that gives no report.
+
+        A replica whose reports fail may be well: whether it is, its health says.
 
         Never raises for what a replica does.
         """
         try:
-            status, body = await self._get(f"{url}/load")
-            report = _decode_report(body)
-            if report is not None:
-                return Good(report)
-            if status >= 500 and status != 501:
-                return Bad(f"/load answered {status}")
+            try:
+                status, body = await self._get(f"{url}/load")
+            except aiohttp.ClientConnectorError:
+                raise
+            except (aiohttp.ClientError, ValueError) as exc:
+                no_report = f"/load gave a broken answer: {type(exc).__name__}"
+            else:
+                report = _decode_report(body)
+                if report is not None:
+                    return Good(report)
+                no_report = f"/load answered {status}" if status not in (404, 405, 501) else ""
+                if status == 200:
+                    no_report = "what /load answers is no report"
             status, _ = await self._get(f"{url}/health")
         except aiohttp.ClientConnectorError as exc:
             return Bad(f"cannot connect: {exc.os_error.strerror or exc.os_error}", refused=True)
@@ -88,7 +100,7 @@ class Prober:
             return Bad(f"no answer within {self._timeout_s:g} s")
         except (aiohttp.ClientError, ValueError, OSError) as exc:
             return Bad(f"broken answer: {type(exc).__name__}")
-        return Good(None) if status == 200 else Bad(f"/health answered {status}")
+        return Good(None, no_report) if status == 200 else Bad(f"/health answered {status}")
 
     async def describe(self, url: str) -> EngineReport:
         """Asks an engine without `GET /load` in the places where others say what they hold.
@@ -126,6 +138,9 @@ class Prober:
 
 def _decode_report(body: bytes) -> LoadReport | None:
     try:
-        return msgspec.json.decode(body, type=LoadReport)
+        report = msgspec.json.decode(body, type=LoadReport)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    # Zero means unknown before the model is loaded; after that nothing can be sent to such a one.
+    is_known = report.max_model_len > 0 and report.block_size > 0
+    return report if is_known or report.state != "ready" else None

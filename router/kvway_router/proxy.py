@@ -256,6 +256,20 @@ def _meaning(exc: Exception) -> KvwayError:
     return ProtocolError("The replica's answer is not valid HTTP.")
 
 
+class EventData:
+    """Tells which bytes of an event stream bring data; comments, which keep it open, do not."""
+
+    def __init__(self) -> None:
+        """Starts at the beginning of a stream."""
+        self._end = b"\n"
+
+    def push(self, chunk: bytes) -> bool:
+        """Returns whether the data of an event begin in the next bytes."""
+        seen = self._end + chunk
+        self._end = seen[-5:]  # one byte less than what is looked for
+        return b"\ndata:" in seen
+
+
 class _UsageDetails(msgspec.Struct):
     cached_tokens: int = 0
 

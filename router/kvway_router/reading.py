@@ -202,6 +202,11 @@ class Reading:
         return self.is_parsed and self.request.exact
 
     @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, about so many while it is not read; 0 before `parse`."""
+        return max((prompt.num_tokens for prompt in self._prompts), default=0)
+
+    @property
     def next_key(self) -> int | None:
         """Names the beginning of the first prompt up to the piece that comes next."""
         return self.piece_keys[-1] if self.piece_keys and not self.front_done else None

@@ -70,6 +70,7 @@ class Replica:
         boot_id: The life of the worker process that last answered; None for other engines.
         report: The last thing a kvway worker said of itself; None for other engines.
         error: Why it is not READY, for a person; empty when it is.
+        no_report: Why it is used without a report, for a person; empty when nothing is wrong.
         feed_stats: What became of its KV events, over all feeds it had.
     """
 
@@ -82,6 +83,7 @@ class Replica:
         "feed_stats",
         "host",
         "id",
+        "no_report",
         "report",
         "state",
         "url",
@@ -96,6 +98,7 @@ class Replica:
         self.report: LoadReport | None = None
         self.boot_id: str | None = None
         self.error = "not seen yet"
+        self.no_report = ""
         self.feed_stats = FeedStats()
         self._options = options
         self._num_good = 0

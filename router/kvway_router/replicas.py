@@ -16,7 +16,6 @@ from typing import Final
 import structlog
 import zmq.asyncio
 
-from kvway_core.api import LoadReport
 from kvway_core.blocks import Namespace
 from kvway_core.clock import Clock
 from kvway_core.errors import ConnectFailed, ReplicaError
@@ -28,7 +27,7 @@ from kvway_router.feeding import ReplicaFeeds
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Ledger
 from kvway_router.loads import Loads
-from kvway_router.probe import Bad, Prober
+from kvway_router.probe import Bad, Good, Prober
 from kvway_router.replica import Replica, ReplicaOptions, ReplicaState
 from kvway_router.snapshots import Snapshot
 
@@ -238,7 +237,7 @@ class ReplicaSet:
                 if isinstance(answer, Bad):
                     self._note_bad(member, answer.error, hard=answer.refused)
                 else:
-                    self._note_good(member, answer.report, asked_s=asked_s)
+                    self._note_good(member, answer, asked_s=asked_s)
                     if answer.report is None:
                         await self._ask_engine(member, prober)
                     self._feeds.follow(member.replica, group=group, context=context)
@@ -253,8 +252,8 @@ class ReplicaSet:
             async with asyncio.timeout(self._options.interval_s * (1.0 + jitter)):
                 await member.look_now.wait()
 
-    def _note_good(self, member: _Member, report: LoadReport | None, *, asked_s: float) -> None:
-        replica = member.replica
+    def _note_good(self, member: _Member, answer: Good, *, asked_s: float) -> None:
+        replica, report = member.replica, answer.report
         was = replica.state
         problem = ""
         if report is not None:
@@ -265,6 +264,11 @@ class ReplicaSet:
             replica.boot_id = report.boot_id
             self._ledger.report(replica.id, report, asked_s=asked_s)
             self._set_limit(replica, report.blocks.total * report.block_size)
+        elif answer.no_report and replica.report is not None and replica.report.state == "ready":
+            report = replica.report  # what it is has not changed; how busy it was goes stale
+        if answer.no_report and not replica.no_report:
+            _log.warning("replica_without_report", replica=replica.id, reason=answer.no_report)
+        replica.no_report = answer.no_report
         replica.on_good(report, problem=problem)
         _log_change(replica, was=was)
 

@@ -32,7 +32,8 @@ class Trip:
 
     Attributes:
         is_event_stream: Whether the answer is a stream of events, once there is one.
-        ttft_s: From arrival to the first byte of the answer; None before it.
+        ttft_s: From arrival to the first byte of the answer, of a stream to its first data; None
+            before it.
         prompt_read: How far the first prompt was read before the choice: "whole", "front", or
             "overdue" when its time was up; None before that.
         rest_pending: Whether the prompt is counted by estimate, and will be known.
@@ -163,6 +164,13 @@ class Trip:
             self.record = msgspec.structs.replace(self.record, status=status, ttft_s=self.ttft_s)
             self._decisions.update(self.record)
 
+    def first_data(self) -> None:
+        """The first data of an event stream have come: what came before were comments."""
+        self.ttft_s = self.elapsed_s
+        if self.record is not None:
+            self.record = msgspec.structs.replace(self.record, ttft_s=self.ttft_s)
+            self._decisions.update(self.record)
+
     def done(self, *, cached_tokens: int | None = None) -> None:
         """The client has the whole answer."""
         self.finish = "done"
@@ -248,11 +256,13 @@ class TripLog:
         record = trip.record
         if record is None or trip.finish != "done" or trip.status != 200:
             return
-        is_known = trip.cached_tokens is not None
+        # Of several prompts only the first is matched, while the replica reports all: the rates
+        # could not be compared.
+        is_known = trip.cached_tokens is not None and record.num_prompts == 1
         self._traffic.add(
             record.replica_id,
             prompt_tokens=record.prompt_tokens if is_known else 0,
-            cached_tokens=trip.cached_tokens or 0,
+            cached_tokens=(trip.cached_tokens or 0) if is_known else 0,
             matched_tokens=record.matched_tokens if is_known else 0,
             reachable_tokens=record.reachable_tokens if is_known else 0,
         )

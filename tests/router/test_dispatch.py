@@ -511,3 +511,18 @@ async def test_only_streams_teach_the_prefill_rate(bench: Bench) -> None:
         rates.append(view["replicas"][0]["prefill_tokens_per_s"])
     assert rates[0] == 1000.0  # from the first report
     assert rates[1] != 1000.0
+
+
+async def test_comments_that_keep_a_stream_open_are_no_first_token(bench: Bench) -> None:
+    bench.replica.pages["/load"] = (200, bench.replica.load(prefill_tokens_per_s=0.0))
+    seen = bench.replica.probes["/load"]
+    await bench.replica.wait_for(lambda: bench.replica.probes["/load"] > seen + 1)
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+    rates = []
+    for text, events in ((RIVERS, b": ping\n\n: ping\n\n"), (PEAKS, b"data: {}\n\n")):
+        bench.replica.answer = Answer(raw=head + events)
+        await bench.chat(text, stream=True)
+        view = await bench.get(bench.admin("/admin/replicas"))
+        rates.append(view["replicas"][0]["prefill_tokens_per_s"])
+    assert rates[0] == 1000.0, "nothing was learned"
+    assert rates[1] != 1000.0

@@ -15,7 +15,7 @@ from kvway_core.errors import (
     StreamBroken,
 )
 from kvway_core.testing.fake_replica import Answer, FakeReplica
-from kvway_router.proxy import CachedTokens, ReplicaClient, request_headers
+from kvway_router.proxy import CachedTokens, EventData, ReplicaClient, request_headers
 
 PATH = "/v1/chat/completions"
 PLAIN = b'{"model":"test-model"}'
@@ -227,3 +227,18 @@ def test_cached_tokens_of_a_body(expected: int | None, body: bytes) -> None:
     seen.push(body[:10])
     seen.push(body[10:])
     assert seen.value() == expected
+
+
+@pytest.mark.parametrize(
+    ("chunks", "found"),
+    [
+        ([b"data: 1\n\n", b"data: 2\n\n"], [True, True]),
+        ([b": ping\n\n", b":\r\n\r\n", b"data: 1\n\n"], [False, False, True]),
+        ([b": data: no\n\n", b"event: x\r\ndata: 1\r\n\r\n"], [False, True]),
+        ([b"da", b"ta: 1\n\n", b": pi", b"ng\n"], [False, True, False, False]),
+        ([b": ping\n", b"\ndata", b":2"], [False, False, True]),
+    ],
+)
+def test_only_data_of_events_count_as_content(chunks: list[bytes], found: list[bool]) -> None:
+    data = EventData()
+    assert [data.push(chunk) for chunk in chunks] == found

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from typing_extensions import override
@@ -185,12 +186,46 @@ async def test_errors_in_a_row_make_it_unhealthy_and_good_answers_bring_it_back(
     async with watching(replica, other) as fleet:
         await fleet.reaches(replica, READY)
         await fleet.reaches(other, READY)
-        replica.pages["/load"] = (500, {"error": "out of order"})
+        replica.pages["/load"] = replica.pages["/health"] = (500, {"error": "out of order"})
         await fleet.reaches(replica, UNHEALTHY)
         assert [usable.id for usable in fleet.set.usable()] == [other.replica_id]
         replica.pages["/load"] = (200, replica.load())
         await fleet.reaches(replica, READY)
         assert len(fleet.set.usable()) == 2
+
+
+@pytest.mark.parametrize(
+    ("page", "reason"),
+    [
+        ((500, {}), "answered 500"),
+        ((503, {}), "answered 503"),
+        ((None, {}), "broken answer"),
+        ((200, {"junk": 1}), "no report"),
+        ((404, {}), ""),
+    ],
+)
+async def test_one_that_is_well_and_whose_reports_fail_is_used_and_shown_as_such(
+    replica: FakeReplica, page: tuple[int | None, Any], reason: str
+) -> None:
+    async with watching(replica) as fleet:
+        await fleet.reaches(replica, READY)
+        replica.pages["/load"] = page
+        seen = replica.probes["/load"]
+        await replica.wait_for(lambda: replica.probes["/load"] > seen + 5)
+        (known,) = fleet.set.usable()
+        assert (known.state, reason in known.no_report) == (READY, True)
+        replica.pages["/load"] = (200, replica.load())
+        await fleet.set.wait_for(lambda: not known.no_report)
+
+
+async def test_a_report_of_no_context_is_no_report(replica: FakeReplica) -> None:
+    async with watching(replica) as fleet:
+        await fleet.reaches(replica, READY)
+        replica.pages["/load"] = (200, replica.load(max_model_len=0))
+        (known,) = fleet.set.all()
+        await fleet.set.wait_for(lambda: bool(known.no_report))
+        assert known.report is not None
+        assert known.report.max_model_len == 8192
 
 
 async def test_an_answer_without_end_is_not_read_to_its_end() -> None:

@@ -109,7 +109,7 @@ function showReplicas(replicas) {
   const rows = replicas.map((replica) => {
     const row = element("tr");
     cell(row, replica.replica_id, "mono");
-    pillCell(row, replica.state, replica.error);
+    pillCell(row, replica.state, replica.error || replica.no_report);
     cell(row, integer(replica.in_flight), "num");
     cell(row, seconds(replica.queued_prefill_s), "num");
     cell(row, replica.decode_step_s > 0 ? seconds(replica.decode_step_s) : "–", "num");
