@@ -128,7 +128,7 @@ class Orphans:
         """Returns the runs that waited for one of these; they wait no more."""
         if not self._runs:
             return []
-        taken = [run for key in keys for run in self._behind.get(key, ())]
+        taken = [run for key in dict.fromkeys(keys) for run in self._behind.get(key, ())]
         for run in taken:
             self._forget(run, 0)
             self._leave(run)

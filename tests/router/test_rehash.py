@@ -290,6 +290,14 @@ def test_an_orphan_that_is_told_again_waits_once(parent: int, *, is_removed: boo
     assert (len(held._runs), held.num_tokens) == (2 - is_removed, SIZE * (2 - is_removed))
 
 
+def test_an_event_that_names_the_parent_twice_has_orphans_entered_once() -> None:
+    engine = Engine()
+    engine.say(stored([2], TOKENS[4:8], parent=1), stored([3], TOKENS[4:8], parent=1))
+    engine.say(stored([1, 9, 1], TOKENS[:4] * 3))
+    engine.blocks._orphans.check()
+    assert engine.blocks.num_waiting == 0
+
+
 def test_an_orphan_that_waits_on_two_tiers_is_removed_from_one() -> None:
     engine = Engine()
     engine.say(
