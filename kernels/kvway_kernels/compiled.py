@@ -40,8 +40,12 @@ _POLYNOMIAL: Final = (
 )
 """Of (exp(r) - 1 - r) / r^2 for |r| <= ln(2) / 2, from r^5 down: Cephes' expf."""
 
-_OPTIONS: Final = {"cpp.enable_floating_point_contract_flag": "fast"}
-"""Products and sums in one instruction: that rounds once less."""
+_OPTIONS: Final[dict[str, str | int | Callable[..., Any]]] = {
+    # Products and sums in one instruction: that rounds once less.
+    "cpp.enable_floating_point_contract_flag": "fast",
+    # To compile torch's headers first takes longer than two graphs save by it, and needs openssl.
+    "cpp_cache_precompile_headers": False,
+}
 
 
 def decode(

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import codecache
 
 from kvway_kernels import native
 from kvway_kernels.api import chosen
@@ -26,11 +27,16 @@ pytestmark = [
 ]
 
 
+def _no_headers(*_args: object, **_keywords: object) -> None:
+    raise AssertionError("to compile torch's headers first takes longer than both graphs")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
     """Make both graphs: with shared runs and without."""
     patch = pytest.MonkeyPatch()
     patch.setattr(native, "can_attend", lambda q: False)
+    patch.setattr(codecache, "_precompile_header", _no_headers)
     for tree in ("nothing shared", "one prefix"):
         Tree.of(TREES[tree]).run("compiled")
     yield

@@ -155,5 +155,5 @@ def test_it_is_compiled_without_headers_of_torch_and_without_trying_out_vectors(
     for name in ("pick_vec_isa", "_precompile_header"):
         monkeypatch.setattr(codecache, name, fail)
     codecache.CppPythonBindingsCodeCache.cache_clear()
-    assert native._kernel.__wrapped__(64)
+    assert callable(native._kernel.__wrapped__(64))
     assert "torch/" not in native._SOURCE.read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ CACHE_DIR = "TORCHINDUCTOR_CACHE_DIR"
 
 @pytest.fixture(autouse=True)
 def same_threads() -> Iterator[None]:
-    with config.patch(compile_threads=7, cpp_cache_precompile_headers=True):
+    with config.patch(compile_threads=7):
         yield
 
 
@@ -51,7 +51,6 @@ def test_compiled_kernels_are_kept_beside_the_models_by_version_of_torch(
     assert env[CACHE_DIR] == str(folder)
     assert list(folder.iterdir()) == []
     assert config.compile_threads == 1
-    assert not config.cpp_cache_precompile_headers
     assert keep_compiled(env) == folder  # an engine that follows in this process
 
 
@@ -60,12 +59,10 @@ def test_what_torch_was_told_is_left(tmp_path: Path) -> None:
         "KVWAY_HOME": str(tmp_path),
         CACHE_DIR: "/elsewhere",
         "TORCHINDUCTOR_COMPILE_THREADS": "7",
-        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "1",
     }
     assert keep_compiled(env) == Path("/elsewhere")
     assert env[CACHE_DIR] == "/elsewhere"
     assert config.compile_threads == 7
-    assert config.cpp_cache_precompile_headers
     assert not list(tmp_path.iterdir())
 
 

@@ -32,10 +32,6 @@ _THREADS: Final = "TORCHINDUCTOR_COMPILE_THREADS"
 """Torch's own variable, too. More than one are processes of their own, which stay: they do not pay
 for a few kernels."""
 
-_HEADERS: Final = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
-"""Likewise. To compile headers first takes longer than what a few kernels save by it, it asks for
-openssl, and their folder is another."""
-
 _TELL_EVERY_S: Final = 10.0
 
 _ELF_HEADER: Final = struct.Struct("<4s 36x Q 10x HH 2x")
@@ -78,8 +74,6 @@ def keep_compiled(env: MutableMapping[str, str]) -> Path | None:
 
     if _THREADS not in env:
         config.compile_threads = 1
-    if _HEADERS not in env:
-        config.cpp_cache_precompile_headers = False
     folder = compiled_home(env)
     named = env.get(_CACHE_DIR)
     # Torch itself writes its default there, and an earlier engine of this process its folder.
