@@ -20,7 +20,7 @@ from kvway_core.events import (
     decode_batch,
     encode_batch,
 )
-from kvway_router.block_events import OwnBlocks
+from kvway_router.block_events import OwnBlocks, apply
 from kvway_router.holding import Tier
 from kvway_router.index import MIN_BYTES, BlockIndex
 
@@ -37,7 +37,7 @@ def feed(index: BlockIndex, replica: str, *events: KVEvent) -> None:
     """Has events take the whole way: encoded, decoded, entered."""
     batch = decode_batch(encode_batch(EventBatch(ts=0.0, events=events)))
     assert batch.num_skipped == 0
-    assert OwnBlocks(index, replica, block_size=BLOCK_SIZE).apply(batch) == 0
+    assert apply(OwnBlocks(index, replica, block_size=BLOCK_SIZE), batch) == 0
 
 
 def stored(
