@@ -365,6 +365,7 @@ class EngineBlocks:
             if not block.tiers:
                 del self._blocks[key]
                 self._num_tokens -= block.size
+                self._end_loans(block)
                 self._give_back(block)
         if gone:
             self._index.remove(self._replica_id, gone, tier=tier)
@@ -379,6 +380,15 @@ class EngineBlocks:
                     continue
                 del makers[block_hash]
             yield block_hash
+
+    def _end_loans(self, block: _Block) -> None:
+        """Ends what the blocks before one lent together with it: without it, nobody has that."""
+        lent, key = set(block.lent), block.parent
+        while lent and key is not None and key in self._blocks:
+            lender = self._blocks[key]
+            lent.intersection_update(lender.lent)
+            lender.lent = tuple(h for h in lender.lent if h not in lent)
+            key = lender.parent
 
     def _give_back(self, block: _Block) -> None:
         """Ends what the blocks before one lent to it, unless a sibling of it has that too."""

@@ -387,3 +387,20 @@ def test_memory_of_an_engines_blocks_is_bounded() -> None:
     assert sorted(engine.index.blocks("a:1")) == sorted(
         prompt([number] * 4)[0] for number in (7, 8, 9)
     )
+
+
+def test_what_blocks_lent_together_ends_with_the_first_of_them_to_go() -> None:
+    """Also where a block in the middle goes before the one that it was lent to."""
+    engine = Engine()
+    engine.say(stored([1], TOKENS[:1], size=1))
+    for number in range(50):
+        middle, last = 10 + number, 100 + number
+        engine.say(stored([2], TOKENS[1:2], parent=1, size=1))
+        engine.say(stored([middle, last], [number, 7], parent=2, size=1))
+        assert engine.matched([*TOKENS[:2], number, 7]) == 1
+        engine.say(removed(middle))
+        assert engine.matched([*TOKENS[:2], number, 7]) == 0
+        engine.say(removed(last))
+    held = engine.blocks._blocks
+    assert set(held) == {1, 2}
+    assert not any(block.lent for block in held.values())
