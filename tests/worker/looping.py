@@ -24,14 +24,16 @@ from tests.worker.batching import AuditedSim
 class Controlled(AuditedSim):
     """Waits at a gate before each step, and raises in the steps of requests named in `poison`.
 
-    All of its steps raise what `broken` is set to. It forgets the tokens of requests named in
-    `mute`, and tells log probabilities if it is to.
+    With `one_at_a_time` the gate closes behind each step. All of its steps raise what `broken` is
+    set to. It forgets the tokens of requests named in `mute`, and tells log probabilities if it is
+    to.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         super().__init__(pool)
         self.gate = threading.Event()
         self.gate.set()
+        self.one_at_a_time = False
         self.entered = threading.Semaphore(0)
         self.poison: set[str] = set()
         self.mute: set[str] = set()
@@ -42,6 +44,8 @@ class Controlled(AuditedSim):
     def execute(self, plan: StepPlan) -> StepResult:
         self.entered.release()
         self.gate.wait()
+        if self.one_at_a_time:
+            self.gate.clear()
         if self.broken is not None:
             raise self.broken
         if any(row.seq.request_id in self.poison for row in plan.rows):

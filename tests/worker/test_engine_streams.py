@@ -156,8 +156,11 @@ async def test_an_aborted_request_says_so_in_its_last_part(when: str) -> None:
         (queued,) = w.loop.submit(request("queued", range(300, 340), max_tokens=2))
         name = {"waiting": "queued", "pending fork": "a.1"}.get(when, "a")
         if when == "decoding":
+            w.engine.one_at_a_time = True
             w.engine.gate.set()
             await anext(streams[0])
+            await w.engine.step_begins()
+            w.engine.one_at_a_time = False
         assert w.loop.abort(name)
         w.engine.gate.set()
         ended = await asyncio.gather(*map(rest, (*streams, queued)))
