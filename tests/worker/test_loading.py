@@ -33,6 +33,7 @@ def loaded(model_dir: Path, **fields: Any) -> Loaded:
 def loaded_torch(model_dir: Path, **fields: Any) -> Loaded:
     """Load the model itself."""
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1, **fields}
+    options = {"compile": False, **options}  # compiling takes long, and is tested elsewhere
     settings = WorkerSettings(model=str(model_dir), engine="torch", **options)
     assert settings.validate() == []
     return load_model(settings, model_dir, FakeClock())
