@@ -129,12 +129,12 @@ def run(model_dir: Path, rounds: int) -> dict[str, float | str]:
     best = PromptEncoder.load(model_dir)
     source = Source()
     found: dict[str, float | str] = {
-        "library": best.texts.library,
+        "library": best.texts.backend,
         "cut_at": best.texts.cutter.kind,
     }
     rows: list[tuple[str, ...]] = []
     cold(best, source), cold(reference, source)  # the first calls of a library warm it up
-    encoders = {TOKENIZERS: reference} | {best.texts.library: best}
+    encoders = {TOKENIZERS: reference} | {best.texts.backend: best}
     for size, num_tokens in SIZES.items():
         for library, encoder in encoders.items():
             made = [measure(encoder, reference, source, num_tokens) for _ in range(rounds)]
@@ -150,7 +150,7 @@ def run(model_dir: Path, rounds: int) -> dict[str, float | str]:
         times = [cold(encoder, source) for _ in range(3 * rounds)]
         for name, values in zip(("front", "rest"), zip(*times, strict=True), strict=True):
             found[f"cold_64k_{name}_ms_{library}"] = round(Spread.of(values).median, 2)
-    found["next_turn_speedup_32k"] = found[f"next_turn_speedup_{best.texts.library}_32k"]
+    found["next_turn_speedup_32k"] = found[f"next_turn_speedup_{best.texts.backend}_32k"]
     header = ("library", "chat", "tokens", "whole ms", "next ms", "again ms", "whole/next")
     print(table(header, rows))
     for library in encoders:

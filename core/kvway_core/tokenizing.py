@@ -62,8 +62,8 @@ class TextTokenizer:
     """Tokenizes texts as one model does. All methods may be called from several threads.
 
     Attributes:
-        library: What tokenizes: "tokenizers" or "fastokens".
-        library_why: Why that one, in words.
+        backend: What tokenizes: "tokenizers" or "fastokens".
+        backend_why: Why that one, in words.
         cutter: Where texts are cut, and why not where they are not.
         cache: The pieces that are known.
         num_failed: Pieces that `fastokens` failed at, and `tokenizers` did.
@@ -95,7 +95,7 @@ class TextTokenizer:
         self.cache = PieceCache(max_bytes=cache_bytes)
         probes = list(_probes(tokenizer))
         whole = [self._reference(text) for text in probes]
-        self._encode, self.library, self.library_why = self._pick(library, path, probes, whole)
+        self._encode, self.backend, self.backend_why = self._pick(library, path, probes, whole)
         self.cutter = self._checked(Cutter.of(tokenizer), probes, whole)
         self._around: tuple[array[int], array[int]] | None = None
         self._lock = threading.Lock()
@@ -136,7 +136,7 @@ class TextTokenizer:
 
     def _encode_piece(self, text: str) -> Sequence[int]:
         """Returns the ids of a piece, by the reference where the faster library fails."""
-        if self.library == TOKENIZERS:
+        if self.backend == TOKENIZERS:
             return self._encode(text)
         try:
             return self._encode(text)

@@ -9,13 +9,13 @@ operation takes `plan.key`, a tensor that names it. Importing this module regist
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from kvway_kernels.api import cascade_attention
 from kvway_kernels.plan import live_plan
 
 
-@torch.library.custom_op("kvway::cascade_attention", mutates_args=())
+@library.custom_op("kvway::cascade_attention", mutates_args=())
 def cascade_attention_op(  # noqa: PLR0913, PLR0917 (an operation has no keywords of its own)
     q: Tensor,
     k_cache: Tensor,

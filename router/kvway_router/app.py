@@ -228,8 +228,8 @@ async def serve(
         texts = encoder.texts
         _log.info(
             "tokenizer_chosen",
-            library=texts.library,
-            why=texts.library_why,
+            library=texts.backend,
+            why=texts.backend_why,
             cut_at=texts.cutter.kind,
             not_further=texts.cutter.why or None,
         )

@@ -215,7 +215,7 @@ class FleetCollector(Collector):
             "Always 1: the library that tokenizes, and where it may cut prompts.",
             labels=["library", "cut_at"],
         )
-        info.add_metric([texts.library, texts.cutter.kind], 1)
+        info.add_metric([texts.backend, texts.cutter.kind], 1)
         yield info
         yield GaugeMetricFamily(
             "kvway_router_tokenizer_cache_bytes",

@@ -51,7 +51,7 @@ def test_however_a_text_is_read_the_ids_are_those_of_the_tokenizer(
 def test_what_is_settled_at_load(tokenizers: dict[str, TextTokenizer], kind: str) -> None:
     tokenizer = tokenizers[kind]
     assert tokenizer.cutter.kind == CUT[kind]
-    assert (tokenizer.library, tokenizer.library_why) == (TOKENIZERS, "no file to load")
+    assert (tokenizer.backend, tokenizer.backend_why) == (TOKENIZERS, "no file to load")
 
 
 def test_cuts_that_give_other_ids_are_not_made() -> None:
@@ -130,14 +130,14 @@ def test_fastokens_runs_where_its_ids_are_the_same(folder: Path) -> None:
     pytest.importorskip(FASTOKENS)
     made = tokenizer_of("smollm", "plain")
     tokenizer = TextTokenizer(made, path=folder / "smollm.json")
-    assert tokenizer.library == FASTOKENS
+    assert tokenizer.backend == FASTOKENS
     other = TextTokenizer(made, path=folder / "llama 3.json")
-    assert other.library == TOKENIZERS
-    assert re.fullmatch(r"fastokens gives other ids for \d+ of 25 texts", other.library_why)
+    assert other.backend == TOKENIZERS
+    assert re.fullmatch(r"fastokens gives other ids for \d+ of 25 texts", other.backend_why)
     with pytest.raises(ConfigError, match="other ids"):
         TextTokenizer(made, path=folder / "llama 3.json", library=FASTOKENS)
     slow = TextTokenizer(made, path=folder / "smollm.json", library=TOKENIZERS)
-    assert (slow.library, slow.library_why) == (TOKENIZERS, "asked for")
+    assert (slow.backend, slow.backend_why) == (TOKENIZERS, "asked for")
 
 
 LONG_RUNS = {"line ends": "\n" * 1_000_100, "line ends and spaces": " \n" * 500_100}
@@ -148,7 +148,7 @@ def test_what_fastokens_fails_at_the_reference_does(folder: Path, run: str) -> N
     """It gives up on a million characters of white space in a row."""
     pytest.importorskip(FASTOKENS)
     tokenizer = _with_fastokens(folder, "smollm")
-    assert tokenizer.library == FASTOKENS
+    assert tokenizer.backend == FASTOKENS
     before = tokenizer.num_failed
     text = f"the end{LONG_RUNS[run]}x<|s|>and on"
     made = tokenizer_of("smollm", "plain")
@@ -188,7 +188,7 @@ def test_texts_without_tokens_do_not_change_how_long_a_token_is() -> None:
 def test_fastokens_gives_the_same_ids(folder: Path, kind: str, data: st.DataObject) -> None:
     pytest.importorskip(FASTOKENS)
     tokenizer = _with_fastokens(folder, kind)
-    if tokenizer.library != FASTOKENS:
+    if tokenizer.backend != FASTOKENS:
         return  # it says so, and tokenizers runs
     text = data.draw(texts_of("plain"))
     assert tokenizer.encode(text) == tokenizer_of(kind, "plain").encode(text).ids[1:-1]
@@ -209,7 +209,7 @@ def test_a_broken_file_and_a_missing_one_are_no_reason_to_fail(tmp_path: Path) -
     path = write_byte_model(tmp_path) / "tokenizer.json"
     made = tokenizer_of("smollm", "plain")
     path.write_text("{}")
-    assert TextTokenizer(made, path=path).library == TOKENIZERS
+    assert TextTokenizer(made, path=path).backend == TOKENIZERS
     with pytest.raises(ConfigError, match="cannot load it"):
         TextTokenizer(made, path=path, library=FASTOKENS)
 

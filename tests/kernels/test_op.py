@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch._dynamo.testing import CompileCounter
 from typing_extensions import override
 
@@ -42,7 +42,7 @@ def test_it_is_cascade_attention() -> None:
 def test_torch_finds_nothing_wrong_with_it() -> None:
     case = Tree.of(TREES["one prefix"])
     step = planned(case)
-    torch.library.opcheck(
+    library.opcheck(
         cascade_attention_op,
         (case.q, case.k_cache, case.v_cache, step.key, SCALE),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
