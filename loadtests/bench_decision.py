@@ -49,6 +49,7 @@ from kvway_router.ledger import Ledger
 from kvway_router.policies.base import Situation, decide
 from kvway_router.policies.registry import POLICIES, first_state
 from kvway_router.policy import Decision, PolicyParams, Prompt
+from kvway_router.telemetry import Telemetry
 from loadtests.report import Report, commit, machine, table
 
 NUM_REPLICAS: Final = 16
@@ -81,7 +82,7 @@ class Bench:
                 num_held = len(hashes) * (number % num_lengths) // num_lengths
                 self.index.store(name, None, hashes[:num_held])
         for number, name in enumerate(self.names):
-            self.ledger.report(name, _report(number), asked_s=self.ledger.now())
+            self.ledger.report(name, Telemetry.of(_report(number)), asked_s=self.ledger.now())
         for number in range(NUM_REPLICAS):
             for _ in range(number % 4):
                 self.ledger.charge(self.decide(prompts[0], self.chains).chosen)

@@ -39,10 +39,11 @@ from kvway_core.errors import (
     ReplicaError,
     ReplicaRejected,
 )
+from kvway_router.charges import Charge
 from kvway_router.corrections import Corrections
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
-from kvway_router.ledger import Charge, Ledger
+from kvway_router.ledger import Ledger
 from kvway_router.policies.base import Policy, Situation, decide
 from kvway_router.policies.state import PolicyState
 from kvway_router.policy import Candidate, Decision, PolicyParams, Prompt

@@ -9,10 +9,13 @@ import aiohttp
 import msgspec
 
 from kvway_core.api import LoadReport
-from kvway_router.capacity import EngineReport, read_description, read_metrics
+from kvway_router.engine_metrics import MetricsReader
+from kvway_router.engine_report import EngineReport, read_description
 
 MAX_REPORT_BYTES: Final = 64 * 1024
-MAX_METRICS_BYTES: Final = 4 * 1024 * 1024
+MAX_PAGE_BYTES: Final = 4 * 1024 * 1024
+_PIECE_BYTES: Final = 16 * 1024
+"""Read at once, so that a long page of metrics takes turns with everything else on the loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,38 +105,57 @@ class Prober:
             return Bad(f"broken answer: {type(exc).__name__}")
         return Good(None, no_report) if status == 200 else Bad(f"/health answered {status}")
 
-    async def describe(self, url: str) -> EngineReport:
-        """Asks an engine without `GET /load` in the places where others say what they hold.
+    async def describe(self, url: str, *, before: EngineReport | None = None) -> EngineReport:
+        """Asks an engine without `GET /load` in the places where others say how they are.
 
         Never raises for what a replica does.
+
+        Args:
+            url: Where it is.
+            before: What it said a moment ago: the pages that tell only what it holds are not asked
+                for again.
         """
         report = EngineReport()
         try:
-            status, body = await self._get(f"{url}/metrics", max_bytes=MAX_METRICS_BYTES)
-            if status == 200:
-                report = read_metrics(body)
+            report = await self._metrics(url)
+            if report.num_tokens is None and before is not None:
+                return replace(report, num_tokens=before.num_tokens)
             for path in ("/props", "/get_server_info"):
                 if report.num_tokens is None:
-                    status, body = await self._get(f"{url}{path}", max_bytes=MAX_METRICS_BYTES)
+                    status, body = await self._get(f"{url}{path}", max_bytes=MAX_PAGE_BYTES)
                     if status == 200:
-                        num_tokens = read_description(body).num_tokens
-                        report = replace(report, num_tokens=num_tokens)
+                        report = replace(report, num_tokens=read_description(body))
         except (aiohttp.ClientError, ValueError, OSError):
             pass  # TimeoutError is an OSError; whether it is healthy is for `probe` to say
         return report
 
+    async def _metrics(self, url: str) -> EngineReport:
+        """Reads `GET /metrics` as it comes; a page that is too long tells nothing."""
+        reader = MetricsReader()
+        async with self._open().get(f"{url}/metrics", allow_redirects=False) as response:
+            num_bytes = 0
+            async for piece in response.content.iter_chunked(_PIECE_BYTES):
+                num_bytes += len(piece)
+                if num_bytes > MAX_PAGE_BYTES:
+                    return EngineReport()
+                reader.feed(piece)
+            return reader.report() if response.status == 200 else EngineReport()
+
     async def _get(self, url: str, *, max_bytes: int = MAX_REPORT_BYTES) -> tuple[int, bytes]:
-        if self._session is None:
-            msg = "a prober probes inside its context"
-            raise RuntimeError(msg)
-        async with self._session.get(url, allow_redirects=False) as response:
+        async with self._open().get(url, allow_redirects=False) as response:
             body = bytearray()
-            async for chunk in response.content.iter_chunked(MAX_REPORT_BYTES):
-                body += chunk
+            async for piece in response.content.iter_chunked(_PIECE_BYTES):
+                body += piece
                 if len(body) > max_bytes:
                     # Whatever this is, it is not a report; leaving closes the connection.
                     return response.status, b""
             return response.status, bytes(body)
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            msg = "a prober probes inside its context"
+            raise RuntimeError(msg)
+        return self._session
 
 
 def _decode_report(body: bytes) -> LoadReport | None:

@@ -19,8 +19,8 @@ import zmq.asyncio
 from kvway_core.blocks import Namespace
 from kvway_core.clock import Clock
 from kvway_core.errors import ConnectFailed, ReplicaError
-from kvway_router.capacity import EngineReport
 from kvway_router.discovery import ReplicaAddress
+from kvway_router.engine_report import EngineReport
 from kvway_router.feed import ReplicaFeed
 from kvway_router.feed_state import FeedPosition
 from kvway_router.feeding import ReplicaFeeds
@@ -30,6 +30,7 @@ from kvway_router.loads import Loads
 from kvway_router.probe import Bad, Good, Prober
 from kvway_router.replica import Replica, ReplicaOptions, ReplicaState
 from kvway_router.snapshots import Snapshot
+from kvway_router.telemetry import Telemetry
 
 INDEX_SLACK: Final = 1.5
 """Blocks listed for a replica, in units of what it can hold: too few is ruinous, more is not."""
@@ -262,7 +263,7 @@ class ReplicaSet:
             if replica.boot_id not in (None, report.boot_id):
                 self._begin_again(replica)
             replica.boot_id = report.boot_id
-            self._ledger.report(replica.id, report, asked_s=asked_s)
+            self._ledger.report(replica.id, Telemetry.of(report), asked_s=asked_s)
             self._set_limit(replica, report.blocks.total * report.block_size)
         elif answer.no_report and replica.report is not None and replica.report.state == "ready":
             report = replica.report  # what it is has not changed; how busy it was goes stale
@@ -284,17 +285,23 @@ class ReplicaSet:
         _log_change(replica, was=was)
 
     async def _ask_engine(self, member: _Member, prober: Prober) -> None:
-        """Learns now and then what an engine without reports says in other places."""
+        """Learns what an engine without reports says elsewhere: its load each time, if it does."""
+        replica, before = member.replica, member.engine
         now = self._clock.monotonic()
-        if now - member.asked_engine_s < self._options.engine_interval_s:
+        is_due = now - member.asked_engine_s >= self._options.engine_interval_s
+        if not (is_due or before.tells_load):
             return
-        member.asked_engine_s = now
-        engine = await prober.describe(member.replica.url)
-        if engine.is_later_life(member.engine):
-            self._begin_again(member.replica)
-        member.engine = engine
+        if is_due:
+            member.asked_engine_s = now
+        engine = await prober.describe(replica.url, before=None if is_due else before)
+        if engine.is_later_life(before):
+            self._begin_again(replica)
+        member.engine = engine.after(before)
         if engine.num_tokens is not None:
-            self._set_limit(member.replica, engine.num_tokens)
+            self._set_limit(replica, engine.num_tokens)
+        telemetry = engine.telemetry()
+        if telemetry is not None:
+            self._ledger.report(replica.id, telemetry, asked_s=now)
 
     def _begin_again(self, replica: Replica) -> None:
         """A replica restarted: nothing that was known of it is true any more."""

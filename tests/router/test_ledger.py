@@ -12,10 +12,12 @@ import pytest
 from kvway_core.answers import BlockCounts
 from kvway_core.api import LoadReport
 from kvway_core.testing.fake_clock import FakeClock
+from kvway_router.charges import Charge
 from kvway_router.failures import FAILURE_S, HALF_LIFE_S
-from kvway_router.ledger import Charge, Ledger
+from kvway_router.ledger import Ledger
 from kvway_router.policies.cost import choose
 from kvway_router.policy import Candidate, PolicyParams, Prompt, ReplicaLoad
+from kvway_router.telemetry import Telemetry
 
 # Without the term for long contexts, tokens of work are tokens.
 PARAMS = PolicyParams(attention_tokens=1e18, default_prefill_tokens_per_s=100.0)
@@ -75,7 +77,7 @@ def report(**changes: Any) -> LoadReport:
 
 def hear(ledger: Ledger, replica_id: str, report: LoadReport) -> None:
     """A report that was asked for, given and received in one moment."""
-    ledger.report(replica_id, report, asked_s=ledger.now())
+    ledger.report(replica_id, Telemetry.of(report), asked_s=ledger.now())
 
 
 def load(ledger: Ledger, name: str = "a") -> ReplicaLoad:
@@ -240,7 +242,7 @@ def test_a_report_tells_more_of_a_whole_answer_than_a_prediction(
 def test_estimates_do_not_outlive_their_requests_by_much(ledger: Ledger) -> None:
     for _ in range(1000):
         ledger.charge(candidate(tokens=100_000), is_stream=False).close()
-    assert len(ledger._accounts["a:1"].promises) < 100
+    assert len(ledger._accounts["a:1"]._promises) < 100
 
 
 def test_short_prompts_teach_no_rate(ledger: Ledger, clock: FakeClock) -> None:
@@ -357,7 +359,7 @@ def test_a_report_asked_for_before_the_request_arrived_ends_no_prefill(
     asked_s = ledger.now()
     ledger.charge(candidate(tokens=500))
     clock.advance(1.0)
-    ledger.report("a:1", report(), asked_s=asked_s)
+    ledger.report("a:1", Telemetry.of(report()), asked_s=asked_s)
     assert load(ledger).num_prefills == 1
 
 
