@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvway_core.testing.fault_proxy import End, Fault, FaultProxy
+from kvway_core.testing.fault_proxy import FaultProxy
+from kvway_core.testing.faults import End, Fault
 from kvway_core.testing.http_framing import Framing, Part
 
 REQUEST = b"GET / HTTP/1.1\r\n\r\n"
@@ -267,6 +268,43 @@ async def test_cut_resets_what_is_open_and_no_more(proxy: FaultProxy, target: Ta
     assert await target.ended(2) == ["reset", "eof"]
 
 
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        (Fault(End.CLOSE, answer_bytes=30), (ANSWER[:30], "eof")),
+        (Fault(End.CLOSE, in_chunk=True), (HEAD + b"6\r\nabcd", "eof")),
+        (Fault(End.RESET), (b"", "reset")),
+    ],
+)
+async def test_an_open_connection_gets_a_fault_that_counts_from_then(
+    proxy: FaultProxy, fault: Fault, seen: tuple[bytes, str]
+) -> None:
+    """And is freed of it by one that is none; later connections are not meant."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    writer.write(REQUEST)
+    await exactly(reader, ANSWER)
+    proxy.afflict(Fault(End.RESET, request_bytes=0))
+    proxy.afflict(Fault())
+    writer.write(REQUEST)
+    await exactly(reader, ANSWER)
+    assert proxy.afflict(fault) == 1
+    writer.write(REQUEST)
+    assert await read_to_end(reader) == seen
+    writer.close()
+    again, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    writer.write(REQUEST)
+    await exactly(again, ANSWER)
+    writer.close()
+
+
+async def test_what_is_no_http_passes_unchanged(proxy: FaultProxy, target: Target) -> None:
+    target.answer = bytes(range(256)) * 1024
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    writer.write(REQUEST)
+    await exactly(reader, target.answer)
+    writer.close()
+
+
 async def test_frozen_nothing_passes_and_thawed_all_of_it_does(
     proxy: FaultProxy, target: Target
 ) -> None:
@@ -352,7 +390,8 @@ def test_framing_finds_sizes_and_data_wherever_the_bytes_are_split(step: int) ->
     plain = b"HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n5\r\nabcde\r\n\r\n"
     empty = b"HTTP/1.1 204 No Content\r\n\r\n"
     stream = ANSWER + plain + empty + ANSWER
-    framing, parts = Framing(), []
+    framing = Framing()
+    parts: list[tuple[Part, bytes]] = []
     for at in range(0, len(stream), step):
         parts += framing.split(stream[at : at + step])
     assert b"".join(piece for _, piece in parts) == stream

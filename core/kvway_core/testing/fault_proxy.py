@@ -22,97 +22,16 @@ import socket
 import struct
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
-from enum import Enum
-from typing import Final, Self
+from dataclasses import replace
+from typing import Any, Final, Self
 
+from kvway_core.testing.faults import Connection, End, Fault
 from kvway_core.testing.http_framing import Framing, Part
 
 _PIECE_BYTES: Final = 64 * 1024
 _NO_LINGER: Final = struct.pack("ii", 1, 0)
 _JUNK_SIZE: Final = b"-zz\r\n"
 _THROTTLED_PIECES_PER_S: Final = 20
-
-
-class End(Enum):
-    """How a fault ends a connection."""
-
-    RESET = "reset"
-    """RST to both sides; what was on its way may be lost."""
-    CLOSE = "close"
-    """An orderly end of both sides, in the middle of whatever was said."""
-    HALF_CLOSE = "half_close"
-    """End of file for who is being sent to; the other direction goes on."""
-    SILENCE = "silence"
-    """Nothing passes any more, either way, and nothing ends until the client leaves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What happens to one connection. The default is nothing.
-
-    Attributes:
-        end: How it ends. Without one of the next three at once when it is accepted, and the
-            target never hears of it.
-        request_bytes: It ends when so many bytes of the client's were passed on.
-        answer_bytes: It ends when so many bytes of the answer were; with 0, when the target
-            begins to answer.
-        reused: It ends when the client sends more after an answer began: a kept-alive connection
-            that the server gives up just then.
-        in_chunk: After `answer_bytes` the end waits for the middle of the next chunk of a
-            chunked HTTP answer.
-        junk_chunk: The first size line of a chunk after `answer_bytes` (else the first) is
-            replaced by one that is none; the connection goes on.
-        delay_s: Each piece of the answer is late by this.
-        bytes_per_s: The answer passes no faster.
-    """
-
-    end: End | None = None
-    request_bytes: int | None = None
-    answer_bytes: int | None = None
-    reused: bool = False
-    in_chunk: bool = False
-    junk_chunk: bool = False
-    delay_s: float = 0.0
-    bytes_per_s: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuses what has no meaning."""
-        counts = (self.request_bytes, self.answer_bytes)
-        assert all(count is None or count >= 0 for count in counts), "bytes are 0 or more"
-        has_point = self.request_bytes is not None or self.reused or self.in_chunk
-        has_point |= self.answer_bytes is not None and not self.junk_chunk
-        assert self.end or not has_point, "an end is missing"
-        assert self.end is not End.HALF_CLOSE or has_point, "half of nothing"
-        assert not (self.end and self.junk_chunk), "after junk the connection goes on"
-        assert self.bytes_per_s is None or self.bytes_per_s > 0, "no speed is SILENCE"
-
-    @property
-    def at_accept(self) -> bool:
-        """Whether the connection ends before anything passes."""
-        counts = (self.request_bytes, self.answer_bytes)
-        return (
-            self.end is not None and counts == (None, None) and not (self.reused or self.in_chunk)
-        )
-
-
-@dataclass(slots=True)
-class Connection:
-    """One connection as it went.
-
-    Attributes:
-        fault: What was to happen to it.
-        request_bytes: Passed on to the target.
-        answer_bytes: Passed on to the client.
-        end: How a fault or `cut` ended it; None as long as none has.
-        closed: Whether it is over.
-    """
-
-    fault: Fault
-    request_bytes: int = 0
-    answer_bytes: int = 0
-    end: End | None = None
-    closed: bool = False
 
 
 class FaultProxy:
@@ -213,6 +132,17 @@ class FaultProxy:
         assert end is not End.HALF_CLOSE, "nobody is being sent to"
         return sum(relay.strike(end) for relay in list(self._relays.values()))
 
+    def afflict(self, fault: Fault) -> int:
+        """Gives every open connection this fault, its bytes counted from now; returns how many.
+
+        `Fault()` frees them of what they had.
+        """
+        if fault.at_accept and fault.end is not None:
+            return self.cut(fault.end)
+        for connection in self.open:
+            connection.fault = fault.later(connection.request_bytes, connection.answer_bytes)
+        return len(self.open)
+
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Returns once `condition` holds; it is looked at whenever the ledger changes."""
         async with self._changed:
@@ -261,7 +191,6 @@ class _Relay:
     ) -> None:
         self._proxy = proxy
         self._connection = connection
-        self._fault = connection.fault
         self._reader = reader
         self._client = writer
         self._writers = [writer]
@@ -287,8 +216,9 @@ class _Relay:
         """Passes bytes on until both sides or a fault end it."""
         await self._proxy.notify()
         try:
-            if self._fault.at_accept and self._fault.end is not None:
-                self.strike(self._fault.end)
+            fault = self._connection.fault
+            if fault.at_accept and fault.end is not None:
+                self.strike(fault.end)
             else:
                 await self._talk()
             await self._proxy.notify()
@@ -300,9 +230,10 @@ class _Relay:
         reader, target = await asyncio.open_connection(*self._proxy.target)
         self._writers.append(target)
         directions = asyncio.gather(self._pass_request(target), self._pass_answer(reader))
-        struck = asyncio.ensure_future(self._struck.wait())
+        struck = asyncio.create_task(self._struck.wait())
         try:
-            await asyncio.wait({directions, struck}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {directions, struck}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if directions.done():
                 directions.result()
         finally:
@@ -311,8 +242,9 @@ class _Relay:
             await asyncio.gather(directions, struck, return_exceptions=True)
 
     async def _pass_request(self, target: asyncio.StreamWriter) -> None:
-        fault, connection = self._fault, self._connection
+        connection = self._connection
         while piece := await self._reader.read(_PIECE_BYTES):
+            fault = connection.fault
             if fault.reused and connection.answer_bytes:
                 await self._ending(target, self._reader)
                 return
@@ -326,14 +258,15 @@ class _Relay:
         target.write_eof()
 
     async def _pass_answer(self, reader: asyncio.StreamReader) -> None:
-        fault = self._fault
+        connection = self._connection
         async for piece, is_last in self._pieces(reader):
+            fault = connection.fault
             if fault.delay_s:
                 await self._proxy.sleep(fault.delay_s)
             if fault.bytes_per_s is not None:
                 await self._proxy.sleep(len(piece) / fault.bytes_per_s)
             await self._proxy.pass_on(self._client, piece)
-            self._connection.answer_bytes += len(piece)
+            connection.answer_bytes += len(piece)
             await self._proxy.notify()
             if is_last:
                 await self._ending(self._client, reader)
@@ -342,26 +275,25 @@ class _Relay:
 
     async def _pieces(self, reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bool]]:
         """Yields what the client is to get of the answer, and whether the end comes behind it."""
-        fault, connection, framing = self._fault, self._connection, Framing()
-        junk_to_come = fault.junk_chunk
-        while data := await reader.read(_piece_bytes(fault)):
-            if not fault.in_chunk and not fault.junk_chunk:
-                left = _left(fault.answer_bytes, connection.answer_bytes, len(data))
-                yield data[:left], left is not None
-                continue
+        connection, framing = self._connection, Framing()
+        while data := await reader.read(_piece_bytes(connection.fault)):
             for part, piece in framing.split(data):
-                is_past = connection.answer_bytes >= (fault.answer_bytes or 0)
-                if part is Part.SIZE and is_past and junk_to_come:
-                    junk_to_come = False
+                fault, passed = connection.fault, connection.answer_bytes
+                left = _left(fault.answer_bytes, passed, len(piece))
+                is_past = passed >= (fault.answer_bytes or 0)
+                if part is Part.SIZE and is_past and fault.junk_chunk:
+                    connection.fault = replace(fault, junk_chunk=False, answer_bytes=None)
                     yield _JUNK_SIZE, False
                 elif part is Part.DATA and is_past and fault.in_chunk:
                     yield piece[: len(piece) // 2], True
+                elif left is not None and fault.end and not fault.in_chunk:
+                    yield piece[:left], True
                 else:
                     yield piece, False
 
     async def _ending(self, to: asyncio.StreamWriter, reader: asyncio.StreamReader) -> None:
         """Ends the connection as its fault says; a half-closed one goes on the other way."""
-        end = self._fault.end
+        end = self._connection.fault.end
         assert end is not None, "where there is a point there is an end"
         if end is not End.HALF_CLOSE:
             self.strike(end)

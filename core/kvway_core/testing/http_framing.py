@@ -26,7 +26,7 @@ class Framing:
     """Splits the bytes of HTTP/1.1 answers, one after the other, into their parts.
 
     It trusts the server that it listens to: no trailers, and no body that ends with the
-    connection.
+    connection. What turns out to be no HTTP is one REST.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,14 @@ class Framing:
         self._until: bytes | None = _END_OF_HEAD
         self._left = 0
         self._is_chunked = False
+        self._is_foreign = False
 
     def split(self, data: bytes) -> Iterator[tuple[Part, bytes]]:
         """Yields the parts of the next bytes; a size line that has not ended is kept back."""
         while data:
+            if self._is_foreign:
+                yield Part.REST, data
+                return
             if self._until is None:
                 taken, data = data[: self._left], data[self._left :]
                 yield Part.DATA if self._is_chunked else Part.REST, taken
@@ -47,8 +51,8 @@ class Framing:
             num_before, seen = len(self._kept), self._kept + data
             line, end, data = seen.partition(self._until)
             if not end:
-                assert len(seen) < _MAX_HEAD_BYTES, "this is no HTTP answer"
                 self._kept = seen
+                self._is_foreign = len(seen) > _MAX_HEAD_BYTES
                 if not self._is_chunked:
                     yield Part.REST, seen[num_before:]
                 return
