@@ -11,9 +11,14 @@
     |- ReplicaError           a replica is at fault
     |  |- ConnectFailed       502: nothing was sent, so it may be tried elsewhere
     |  |- ReplicaRejected     503: the replica refused before working, so it may be tried elsewhere
+    |  |- ReplicaFailed       502: it worked on the request and gave an error
+    |  |- ReplicaLost         502: it went out of service before it answered
+    |  |- FirstTokenTimeout   504: it took the request and said nothing for too long
+    |  |- TokenTimeout        504: it fell silent in the middle of its answer
     |  |- StreamBroken        502: the answer stopped in the middle
     |  `- ProtocolError       502: the peer said something that cannot be understood
-    |- NoReplicaAvailable 503, Overloaded 503, ShuttingDown 503
+    |- NoReplicaAvailable 503, Overloaded 503, QueueTimeout 503, ShuttingDown 503
+    |- RequestCrashedReplica 500
     |- EngineFailed 500
     |- CacheError 500         inside a worker
     |  |- OutOfBlocks
@@ -171,11 +176,60 @@ class ConnectFailed(ReplicaError):
 
 
 class ReplicaRejected(ReplicaError):
-    """The replica refused the request before doing any work."""
+    """The replica refused the request before doing any work.
+
+    Attributes:
+        status: What it answered.
+    """
 
     code = "replica_rejected"
     http_status = 503
     retryable = True
+
+    def __init__(self, message: str, *, param: str | None = None, status: int = 503) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+
+
+class ReplicaFailed(ReplicaError):
+    """The replica worked on the request and gave an error.
+
+    Attributes:
+        status: The status that it answered or named; None if it named none.
+    """
+
+    code = "replica_failed"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, status: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        self.status = status
+
+    @property
+    def is_clients(self) -> bool:
+        """Whether the replica says that the request is at fault."""
+        return self.status is not None and 400 <= self.status < 500
+
+
+class ReplicaLost(ReplicaError):
+    """The replica went out of service while a request waited for it."""
+
+    code = "replica_lost"
+
+
+class FirstTokenTimeout(ReplicaError):
+    """The replica took the request and said nothing for too long: it may still be at work."""
+
+    code = "first_token_timeout"
+    http_status = 504
+
+
+class TokenTimeout(ReplicaError):
+    """The replica's answer stopped coming, though the connection is there."""
+
+    code = "token_timeout"
+    http_status = 504
 
 
 class StreamBroken(ReplicaError):
@@ -204,11 +258,24 @@ class Overloaded(KvwayError):
     http_status = 503
 
 
+class QueueTimeout(KvwayError):
+    """The request waited for a replica with room for as long as it may."""
+
+    code = "queue_timeout"
+    http_status = 503
+
+
 class ShuttingDown(KvwayError):
     """The process is stopping and takes nothing new."""
 
     code = "shutting_down"
     http_status = 503
+
+
+class RequestCrashedReplica(KvwayError):
+    """Replicas were lost while they worked on this request; it is kept away from the others."""
+
+    code = "request_crashed_replica"
 
 
 class EngineFailed(KvwayError):
