@@ -30,7 +30,7 @@ from tqdm import tqdm
 from kvway_core.blocks import Namespace, block_hashes
 from kvway_core.prompts import PromptEncoder
 from kvway_worker.fetch import DEFAULT_MODEL, resolve_model
-from kvway_worker.torch_engine import TorchEngine
+from kvway_worker.torch_engine import AttentionOptions, TorchEngine
 from loadtests import bench_ttft, cache_baseline, cache_overhead, cache_speculation, pool_ops
 from loadtests.report import Report, Spread, commit, machine, table
 
@@ -71,6 +71,7 @@ class Bench:
             dtype=self.args.dtype,
             num_threads=self.args.threads,
             num_blocks=cache_overhead.TORCH.num_blocks(16),
+            attention=AttentionOptions(),  # as `kvway worker` does
         )
 
     def hash(self) -> Outcome:

@@ -149,7 +149,7 @@ def _run_plain(case: Case) -> Outcome:
 
 
 def _run_kvway(case: Case) -> Outcome:
-    from kvway_worker.torch_engine import TorchEngine
+    from kvway_worker.torch_engine import AttentionOptions, TorchEngine
     from loadtests.steps import StepLoop
 
     own_blocks = -(-case.most_tokens // BLOCK_SIZE) - case.prefix_tokens // BLOCK_SIZE
@@ -158,6 +158,8 @@ def _run_kvway(case: Case) -> Outcome:
         dtype=case.dtype,
         num_blocks=case.prefix_tokens // BLOCK_SIZE + (own_blocks + 1) * case.num_requests + 1,
         block_size=BLOCK_SIZE,
+        num_threads=case.num_threads,
+        attention=AttentionOptions(),  # as `kvway worker` does
     )
     prefix, prompts = case.prompts(engine.vocab_size)
     # What has its shape for the first time is slow. And every block of the engine is written then,
