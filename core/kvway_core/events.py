@@ -24,20 +24,22 @@ KV depends on, so that the block is no plain one then.
 from __future__ import annotations
 
 import struct
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Annotated, Final
+from array import array
+from collections.abc import Generator, Sequence
+from typing import Annotated, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from kvway_core.errors import ProtocolError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from kvway_core.long_lists import Numbers, put_back, take_out
 
 MAX_BATCH_BYTES = 32 * 2**20
 """Larger payloads are refused unread."""
 MAX_BATCH_EVENTS = 2**18
 """A batch that claims more events is refused."""
+WHOLE_BYTES: Final = 64 * 1024
+"""Of a longer payload the long lists are read apart, piece by piece: see `long_lists.py`."""
 
 END_SEQ = b"\xff" * 8
 """The seq frame that ends a replay: -1 as a signed 64-bit integer."""
@@ -69,7 +71,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag_field="type", forbid_unknown_
 
     block_hashes: list[int | bytes]
     parent_block_hash: int | bytes | None
-    token_ids: list[int]
+    token_ids: Sequence[int]
     block_size: int
     lora_id: int | None = None
     medium: str | None = "GPU"
@@ -160,7 +162,9 @@ def decode_batch(payload: bytes) -> EventBatch:
 
 
 def decode_in_steps(payload: bytes) -> Generator[None, None, EventBatch]:
-    """Does what `decode_batch` does, event by event: for whoever has other work between them.
+    """Does what `decode_batch` does in small steps: for whoever has other work between them.
+
+    A step reads an event, or some thousand elements of a long list in one.
 
     Raises:
         ProtocolError: As `decode_batch`.
@@ -170,13 +174,18 @@ def decode_in_steps(payload: bytes) -> Generator[None, None, EventBatch]:
             f"a KV event batch of {len(payload)} bytes is over the limit of {MAX_BATCH_BYTES}"
         )
     is_map = bool(payload) and _is_map(payload)
+    lists: list[Numbers] = []
     try:
+        if len(payload) > WHOLE_BYTES:
+            payload, lists = yield from take_out(payload)
         wire = (_MAP_BATCH_DECODER if is_map else _ARRAY_BATCH_DECODER).decode(payload)
     except (ValueError, RecursionError) as exc:
         raise ProtocolError("a KV event batch is not msgpack [ts, [event, ...], rank]") from exc
     events: list[KVEvent] = []
     for raw in wire.events:
         event = _decode_event(raw)
+        if lists and event is not None:
+            event = _with_lists(event, lists)
         if event is not None:
             events.append(event)
         yield
@@ -319,6 +328,19 @@ def _decode_event(raw: msgspec.Raw) -> KVEvent | None:
         return _decode_future_map(raw) if is_map else _decode_future_array(raw)
     except (ValueError, RecursionError):
         return None
+
+
+def _with_lists(event: KVEvent, lists: Sequence[Numbers]) -> KVEvent | None:
+    """Returns an event with the lists that were read apart, None if its tokens are no numbers."""
+    if isinstance(event, AllBlocksCleared):
+        return event
+    block_hashes = [*put_back(event.block_hashes, lists)]
+    if isinstance(event, BlockRemoved):
+        return replace(event, block_hashes=block_hashes)
+    token_ids = put_back(event.token_ids, lists)
+    if token_ids is not event.token_ids and not isinstance(token_ids, array):
+        return None
+    return replace(event, block_hashes=block_hashes, token_ids=token_ids)
 
 
 def _decode_future_map(raw: msgspec.Raw) -> KVEvent:

@@ -24,8 +24,10 @@ TIERS: Final[Mapping[str | None, Tier]] = {
 """Where the index lists the blocks of a medium; others, which a replica shares, are not listed."""
 
 _LOW_64_BITS: Final = 2**64 - 1
-_STEP_BLOCKS: Final = 1024
-"""How many blocks are entered or removed in one step."""
+STEP_BLOCKS: Final = 1024
+"""How many blocks are entered in one step."""
+STEP_REMOVED: Final = 128
+"""How many are removed in one step: named in any order, each may cost as much as a run."""
 
 
 class BlockEvents(Protocol):
@@ -89,7 +91,7 @@ class OwnBlocks:
             return
         before = event.parent_block_hash
         parent = None if before is None else low_64_bits(before)
-        for hashes in _in_parts(event.block_hashes):
+        for hashes in in_parts(event.block_hashes, STEP_BLOCKS):
             self._index.store(self._replica_id, parent, hashes, tier=tier)
             parent = hashes[-1]
             yield 0
@@ -98,7 +100,7 @@ class OwnBlocks:
         tier = TIERS.get(event.medium)
         if tier is None:
             return
-        for hashes in _in_parts(event.block_hashes):
+        for hashes in in_parts(event.block_hashes, STEP_REMOVED):
             self._index.remove(self._replica_id, hashes, tier=tier)
             yield 0
 
@@ -108,9 +110,10 @@ def apply(blocks: BlockEvents, batch: EventBatch) -> int:
     return sum(blocks.steps(batch))
 
 
-def _in_parts(block_hashes: Sequence[int | bytes]) -> Iterator[list[int]]:
-    for start in range(0, len(block_hashes), _STEP_BLOCKS):
-        yield [low_64_bits(each) for each in block_hashes[start : start + _STEP_BLOCKS]]
+def in_parts(block_hashes: Sequence[int | bytes], num_blocks: int) -> Iterator[list[int]]:
+    """Yields the low 64 bits of hashes on the wire, so many at a time."""
+    for start in range(0, len(block_hashes), num_blocks):
+        yield [low_64_bits(each) for each in block_hashes[start : start + num_blocks]]
 
 
 def low_64_bits(block_hash: int | bytes) -> int:

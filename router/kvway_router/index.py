@@ -28,17 +28,20 @@ compute it, and a block that is there and not listed is found by luck.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from kvway_core.errors import InvariantViolated
+from kvway_router import walking
+from kvway_router.entering import enter
+from kvway_router.evicting import evict, keep_budget
 from kvway_router.holding import Holding, Speculation, Tier
 from kvway_router.locator import MAX_NODES
 from kvway_router.roster import Roster
 from kvway_router.run_tree import BLOCK_BYTES, ENTRY_BYTES, NODE_BYTES, RunTree
-from kvway_router.runs import Node, num_common, unpack
-from kvway_router.snapshots import VERSION, SavedReplica, SavedRun, Snapshot
+from kvway_router.runs import Node, named_together, unpack
+from kvway_router.saving import snapshot_of
+from kvway_router.snapshots import Snapshot
 
 MIN_BYTES: Final = 16 * (BLOCK_BYTES + NODE_BYTES + ENTRY_BYTES)
 """Smallest budget."""
@@ -98,23 +101,7 @@ class BlockIndex:
         Complexity: for each run on the way until no replica matches on, one comparison and one
             operation on bits; one step more for each replica. Not the length of the prompt.
         """
-        matched: dict[str, int] = {}
-        depth = 0
-        total = len(hashes)
-        node = self._tree.child(None, hashes[0]) if total else None
-        matching = self._roster.on_tiers(node.held, slowest) if node is not None else 0
-        while node is not None and matching:
-            num = num_common(node, 0, hashes, depth, total)
-            # What matches are bits of devices already.
-            full = self._roster.on_tiers(node.full, slowest) if slowest else node.full
-            full &= matching
-            if lost := matching ^ full:
-                matched.update(self._roster.counts(node, lost, slowest, depth=depth, most=num))
-            matching = full
-            depth += num
-            goes_on = num == node.size and depth < total
-            node = self._tree.child(node, hashes[depth]) if goes_on else None
-        matched.update(dict.fromkeys(self._roster.names_of(matching), depth))
+        matched = walking.match(self._tree, self._roster, hashes, slowest)
         for part, replica_id in self._parts.items():
             if num := matched.pop(part, 0):
                 matched[replica_id] = max(num, matched.get(replica_id, 0))
@@ -165,15 +152,8 @@ class BlockIndex:
             Of each part, from the first block on: how many blocks of the prompt end with it, and
             the mark in time (`tick`) of its last use. Never later than that of the part before.
         """
-        uses: list[tuple[int, int]] = []
         holdings = self._roster.get(replica_id)
-        entries = holdings[Tier.DEVICE].entries if holdings else {}
-        for node, start, num in self._tree.pieces(hashes) if entries else ():
-            entry = entries.get(node)
-            if entry is None or not entry.sure or start != (uses[-1][0] if uses else 0):
-                break
-            uses.append((start + min(num, entry.sure), entry.tick))
-        return uses
+        return walking.last_uses(self._tree, holdings[Tier.DEVICE], hashes) if holdings else []
 
     @property
     def size_bytes(self) -> int:
@@ -226,17 +206,20 @@ class BlockIndex:
         if not holdings:
             return
         tree, holding = self._tree, holdings[tier]
-        for block_hash in hashes:
-            found = tree.find(holding, block_hash)
-            if found is None:
+        start = 0
+        while start < len(hashes):
+            found = tree.find(holding, hashes[start])
+            entry = holding.entries.get(found[0]) if found is not None else None
+            if found is None or entry is None or entry.count <= found[1]:
+                start += 1
                 continue
-            node, place = found
-            entry = holding.entries.get(node)
-            if entry is None or entry.count <= place:
-                continue
-            if place < entry.count - 1:
-                node = tree.split(node, place + 1)
-            tree.shrink(holding, node, place)
+            node = found[0]
+            # Those that are next to it in the run, and named next to it, go at once.
+            first, num = named_together(*found, hashes, start)
+            start += num
+            if first + num < entry.count:
+                node = tree.split(node, first + num)
+            tree.shrink(holding, node, first)
         tree.settle()
         self._keep_budget()
 
@@ -244,7 +227,7 @@ class BlockIndex:
         """Forgets all blocks of a replica on all tiers. Complexity: what it holds."""
         for holding in self._roster.get(replica_id):
             holding.open.clear()
-            self._evict(holding, holding.num_blocks)
+            evict(self._tree, holding, holding.num_blocks)
         self._tree.settle()
 
     def remove_replica(self, replica_id: str) -> None:
@@ -281,7 +264,7 @@ class BlockIndex:
         holding = self._settle(speculation)
         if holding is None:
             return
-        pieces = self._tree.pieces(speculation.expected())
+        pieces = walking.pieces(self._tree, speculation.expected())
         for node, _, num in pieces:
             entry = holding.entries.get(node)
             if entry is not None:
@@ -298,7 +281,7 @@ class BlockIndex:
         if holding is None:
             return
         num_kept = max(map(speculation.num_shared, holding.open), default=0)
-        for node, start, num in reversed(self._tree.pieces(speculation.expected())):
+        for node, start, num in reversed(walking.pieces(self._tree, speculation.expected())):
             entry = holding.entries.get(node)
             if entry is not None:
                 # Who expects blocks behind this prompt's expects all of it.
@@ -337,28 +320,7 @@ class BlockIndex:
 
         Copies no hashes. Complexity: a step for each run, and for each replica that holds it.
         """
-        numbers: dict[Node, int] = {}
-        runs: list[SavedRun] = []
-        for node in self._tree.nodes():
-            numbers[node] = len(runs)
-            before = node.before
-            runs.append(
-                SavedRun(numbers[before], None, node.run)
-                if isinstance(before, Node)
-                else SavedRun(-1, before, node.run)
-            )
-        replicas = {}
-        for name, holdings in self._roster.items():
-            if name in boot_ids:
-                tiers: list[list[int]] = []
-                for holding in holdings:
-                    tiers.append([])
-                    for entry in holding.walk():
-                        if entry.sure:
-                            tiers[-1] += numbers[entry.node], entry.sure
-                next_seq = next_seqs.get(name) if next_seqs else None
-                replicas[name] = SavedReplica(boot_ids[name], tiers, next_seq)
-        return Snapshot(VERSION, sys.byteorder, runs, replicas)
+        return snapshot_of(self._tree, self._roster, boot_ids, next_seqs or {})
 
     def restore(self, snapshot: Snapshot, replica_id: str) -> str | None:
         """Enters what a replica held when a snapshot was taken, as if it had just reported it.
@@ -394,60 +356,10 @@ class BlockIndex:
         self, holding: Holding, parent: int | None, hashes: Sequence[int], *, sure: bool
     ) -> None:
         """Enters a run, marks it used now, and evicts what is too much then."""
-        tree = self._tree
-        before: Node | int | None = parent
-        found = None if parent is None else tree.find(holding, parent)
-        start = 0
-        if found is not None:
-            before, start = self._enter(holding, found[0], found[1] + 1, hashes)
-        while start < len(hashes):
-            child = tree.child(before, hashes[start])
-            if child is None:
-                before, num = tree.grow(holding, before, hashes[start:] if start else hashes)
-                start += num
-            else:
-                before, start = self._take(holding, child, 0, hashes, start)
-        assert isinstance(before, Node)  # noqa: S101  at least one block was entered
-        holding.hint = before
-        self._touch(holding, before, sure=sure)
+        node = enter(self._tree, holding, parent, hashes)
+        holding.hint = node
+        self._touch(holding, node, sure=sure)
         self._evict_surplus(holding)
-
-    def _enter(
-        self, holding: Holding, node: Node, offset: int, hashes: Sequence[int]
-    ) -> tuple[Node, int]:
-        """Starts a run behind a block, which may be in the middle of a node.
-
-        Returns:
-            The node that the rest goes behind, and how many blocks are entered.
-        """
-        if offset == node.size:
-            return node, 0
-        if not num_common(node, offset, hashes, 0, len(hashes)):
-            return self._tree.split(node, offset), 0
-        entry = holding.entries.get(node)
-        if entry is None or entry.count < offset:
-            # It does not have what is before: these blocks are no beginning of the node for it.
-            self._tree.split(node, offset)
-            offset = 0
-        return self._take(holding, node, offset, hashes, 0)
-
-    def _take(
-        self, holding: Holding, node: Node, offset: int, hashes: Sequence[int], start: int
-    ) -> tuple[Node, int]:
-        """Enters those blocks that a node has already.
-
-        Returns:
-            As `_enter`.
-        """
-        end = offset + num_common(node, offset, hashes, start, len(hashes))
-        start += end - offset
-        if end < node.size:
-            entry = holding.entries.get(node)
-            # A node branches behind its end only, and what is behind was not used now.
-            if start < len(hashes) or (entry is not None and entry.count > end):
-                node = self._tree.split(node, end)
-        self._tree.hold(holding, node, end)
-        return node, start
 
     def _touch(self, holding: Holding, node: Node, *, sure: bool) -> None:
         """Marks a node and what the holding has before it as used now, and confirmed if `sure`."""
@@ -463,37 +375,15 @@ class BlockIndex:
                 entry.sure = entry.count
         self._tree.loosen(chain)
 
-    def _evict(self, holding: Holding, num_blocks: int) -> None:
-        while num_blocks > 0 and (entry := holding.oldest()) is not None:
-            num = min(num_blocks, entry.count)
-            self._tree.shrink(holding, entry.node, entry.count - num)
-            num_blocks -= num
-
     def _evict_surplus(self, holding: Holding) -> None:
-        self._evict(holding, holding.num_blocks - holding.limit)
+        evict(self._tree, holding, holding.num_blocks - holding.limit)
         self._tree.settle()
         self._keep_budget()
 
     def _keep_budget(self) -> None:
-        """Evicts from whoever holds most until the budget is kept, with a little room to spare.
-
-        Also after a removal: it may have cut a run in two.
-        """
-        tree = self._tree
-        if tree.size_bytes <= self._max_bytes:
-            return
-        # Looking for the largest costs a step per replica: not at every call.
-        wanted_bytes = self._max_bytes - (self._max_bytes >> 10)
-        while tree.size_bytes > wanted_bytes:
-            largest = max(self._roster.holdings(), key=lambda holding: holding.num_blocks)
-            num_kept = largest.num_blocks // 2
-            while (
-                surplus := tree.size_bytes - wanted_bytes
-            ) > 0 and largest.num_blocks > num_kept:
-                entry = largest.oldest()
-                assert entry is not None  # noqa: S101  it holds blocks
-                self._evict(largest, min(entry.count, -(-surplus // BLOCK_BYTES)))
-            tree.settle()
+        """Keeps the budget, also after a removal: it may have cut a run in two."""
+        if self._tree.size_bytes > self._max_bytes:
+            keep_budget(self._tree, self._roster.holdings(), max_bytes=self._max_bytes)
 
     def _settle(self, speculation: Speculation) -> Holding | None:
         """Returns where a promise is still open, and closes it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Self
 
 from kvway_core.errors import InvariantViolated
@@ -48,35 +48,29 @@ class Run:
         self.tier = tier
 
     @classmethod
-    def of(cls, event: BlockStored, tier: Tier) -> Self | None:
-        """Returns what an event says; None where it does not have the tokens of its blocks."""
+    def each(
+        cls, event: BlockStored, tier: Tier, *, max_blocks: int, max_tokens: int
+    ) -> Iterator[Self]:
+        """Yields what an event says, in runs of so many blocks and tokens; one block at least.
+
+        Nothing where the event does not have the tokens of its blocks.
+
+        Raises:
+            OverflowError: A token does not fit 32 unsigned bits. The runs before it are sound.
+        """
         size = _tokens_per_block(event)
         if size is None or size > MAX_BLOCK_TOKENS:
-            return None
-        try:
-            tokens = array("I", event.token_ids)
-        except OverflowError:
-            return None
-        parent = event.parent_block_hash
-        return cls(
-            None if parent is None else low_64_bits(parent),
-            [low_64_bits(block_hash) for block_hash in event.block_hashes],
-            tokens,
-            size=size,
-            num_plain=event.num_plain(),
-            tier=tier,
-        )
-
-    def part(self, start: int, end: int) -> Run:
-        """Returns the blocks from one place to another, behind the one before them."""
-        return Run(
-            self.keys[start - 1] if start else self.parent,
-            self.keys[start:end],
-            self.tokens[start * self.size : end * self.size],
-            size=self.size,
-            num_plain=max(0, self.num_plain - start),
-            tier=self.tier,
-        )
+            return
+        num_blocks, num_plain = min(max_blocks, max(1, max_tokens // size)), event.num_plain()
+        before = event.parent_block_hash
+        parent = None if before is None else low_64_bits(before)
+        for start in range(0, len(event.block_hashes), num_blocks):
+            end = start + num_blocks
+            keys = [low_64_bits(block_hash) for block_hash in event.block_hashes[start:end]]
+            tokens = array("I", event.token_ids[start * size : end * size])
+            plain = max(0, num_plain - start)
+            yield cls(parent, keys, tokens, size=size, num_plain=plain, tier=tier)
+            parent = keys[-1]
 
 
 class Orphans:

@@ -36,7 +36,8 @@ import msgspec
 
 from kvway_core.blocks import BlockHash, block_hashes, event_hash
 from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from kvway_router.block_events import TIERS, low_64_bits
+from kvway_router.block_events import STEP_REMOVED, TIERS, in_parts
+from kvway_router.engine_block import EngineBlock
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from kvway_router.orphans import Orphans, Run
@@ -64,46 +65,6 @@ class RehashOptions:
     max_tokens: int = 64_000_000
     max_waiting_blocks: int = 65_536
     max_waiting_tokens: int = 4_000_000
-
-
-class _Block:
-    """One block of the engine.
-
-    Attributes:
-        parent: What the engine calls the block before it; None behind nothing.
-        end: Hash of the last whole block of the index that ends in it or before it; None for a
-            block that depends on more than tokens.
-        rest: Tokens behind that, packed; fewer than a block of the index.
-        size: Its tokens.
-        inner: Hashes of the blocks of the index that end in it, without `end`.
-        makes: Whether `end` ends in it.
-        borrowed: Tokens of the first of them that are of blocks before it.
-        lent: Blocks of the index that end behind it and take a part of it.
-        tiers: A bit for each tier that it is on.
-    """
-
-    __slots__ = ("borrowed", "end", "inner", "lent", "makes", "parent", "rest", "size", "tiers")
-
-    def __init__(self, parent: int | None, end: BlockHash | None, rest: bytes, size: int) -> None:
-        self.parent = parent
-        self.end = end
-        self.rest = rest
-        self.size = size
-        self.inner: tuple[int, ...] = ()
-        self.makes = False
-        self.borrowed = 0
-        self.lent: tuple[int, ...] = ()
-        self.tiers = 0
-
-    def made(self) -> tuple[int, ...]:
-        """Returns the blocks of the index that end in it."""
-        if not self.makes or self.end is None:
-            return ()
-        return (*self.inner, event_hash(self.end))
-
-    def shared(self) -> tuple[int, ...]:
-        """Returns those of them that end before it does: its siblings may begin alike."""
-        return self.made() if self.rest else self.inner
 
 
 class EngineBlocks:
@@ -139,10 +100,10 @@ class EngineBlocks:
         self.engine_block_size: int | None = None
         self._index = index
         self._replica_id = replica_id
-        self._root = _Block(None, root, b"", 0)
+        self._root = EngineBlock(None, root, b"", 0)
         self._block_size = block_size
         self._options = options or RehashOptions()
-        self._blocks: dict[int, _Block] = {}
+        self._blocks: dict[int, EngineBlock] = {}
         # How many engine blocks on a tier have a part in a block of the index that is not theirs
         # alone. Empty while the sizes are the same.
         self._makers: dict[Tier, Counter[int]] = {tier: Counter() for tier in Tier}
@@ -195,29 +156,29 @@ class EngineBlocks:
             return
         if not event.token_ids:
             # How vLLM tells that blocks it named before went to a slower tier.
-            yield from self._store_known([low_64_bits(h) for h in event.block_hashes], tier)
-            return
-        run = Run.of(event, tier)
-        if run is None:
-            yield 1
+            yield from self._store_known(event.block_hashes, tier)
             return
         self.engine_block_size = event.block_size
-        yield from self._enter(run)
+        runs = Run.each(event, tier, max_blocks=_STEP_BLOCKS, max_tokens=_STEP_TOKENS)
+        num_runs = 0
+        try:
+            for run in runs:
+                num_runs += 1
+                yield from self._enter(run)
+        except OverflowError:
+            num_runs = 0
+        yield int(not num_runs)
 
     def _enter(self, run: Run) -> Iterator[int]:
         """Enters blocks behind their parent, and then what waited for them; or has them wait."""
-        ready = [(run, 0)]
+        ready = [run]
         while ready:
-            run, start = ready.pop()
-            end = start + min(_STEP_BLOCKS, max(1, _STEP_TOKENS // run.size))
-            part = run.part(start, end)
-            if part.parent is not None and part.parent not in self._blocks:
-                self._orphans.wait(run.part(start, len(run.keys)))
+            run = ready.pop()
+            if run.parent is not None and run.parent not in self._blocks:
+                self._orphans.wait(run)
             else:
-                self._chain(part)
-                ready += [(waiting, 0) for waiting in self._orphans.take(part.keys)]
-                if end < len(run.keys):
-                    ready.append((run, end))
+                self._chain(run)
+                ready += self._orphans.take(run.keys)
                 self._evict()
             yield 0
 
@@ -242,7 +203,7 @@ class EngineBlocks:
             chain = block_hashes(stream, parent=parent.end, block_size=own_size)
         num_done = 0
         for place, key in enumerate(run.keys):
-            block = _Block(parent_key, None, b"", size)
+            block = EngineBlock(parent_key, None, b"", size)
             if place < num_plain:
                 start = num_before + place * size
                 num_whole = (start + size) // own_size
@@ -257,7 +218,7 @@ class EngineBlocks:
             parent_key = key
         self._list(run.keys, run.tier)
 
-    def _know(self, key: int, block: _Block) -> None:
+    def _know(self, key: int, block: EngineBlock) -> None:
         """Remembers a block; one that is told of again keeps where it is and what it lent."""
         known = self._blocks.get(key)
         if known is not None:
@@ -271,12 +232,14 @@ class EngineBlocks:
         self._blocks[key] = block
         self._num_tokens += block.size
 
-    def _store_known(self, keys: Sequence[int], tier: Tier) -> Iterator[int]:
-        known = [key for key in keys if key in self._blocks]
-        for start in range(0, len(known), _STEP_BLOCKS):
-            self._list(known[start : start + _STEP_BLOCKS], tier)
+    def _store_known(self, block_hashes: Sequence[int | bytes], tier: Tier) -> Iterator[int]:
+        num_known = 0
+        for keys in in_parts(block_hashes, _STEP_BLOCKS):
+            known = [key for key in keys if key in self._blocks]
+            self._list(known, tier)
+            num_known += len(known)
             yield 0
-        yield int(not known)
+        yield int(not num_known)
 
     def _list(self, keys: Sequence[int], tier: Tier) -> None:
         """Puts known blocks on a tier, and lists there what is whole then, run by run."""
@@ -307,7 +270,7 @@ class EngineBlocks:
         if run:
             self._index.store(self._replica_id, before, run, tier=tier)
 
-    def _borrow(self, block: _Block, block_hash: int, tier: Tier) -> bool:
+    def _borrow(self, block: EngineBlock, block_hash: int, tier: Tier) -> bool:
         """Notes that the blocks before one have a part in a block of the index; are they there?"""
         lenders = self._lenders(block)
         lent = sum(lender.size for lender in lenders)
@@ -318,9 +281,9 @@ class EngineBlocks:
                 lender.lent = (*lender.lent, block_hash)
         return True
 
-    def _lenders(self, block: _Block) -> list[_Block]:
+    def _lenders(self, block: EngineBlock) -> list[EngineBlock]:
         """Returns the blocks before one that its first block of the index begins in, if known."""
-        lenders: list[_Block] = []
+        lenders: list[EngineBlock] = []
         missing, key = block.borrowed, block.parent
         while missing > 0 and key is not None and key in self._blocks:
             lender = self._blocks[key]
@@ -346,9 +309,8 @@ class EngineBlocks:
         # A group that is not listed has removals of its own.
         is_listed = not isinstance(group, int) or group in self._groups
         if tier is not None and event.locality != "REMOTE" and is_listed:
-            keys = [low_64_bits(block_hash) for block_hash in event.block_hashes]
-            for start in range(0, len(keys), _STEP_BLOCKS):
-                self._remove(keys[start : start + _STEP_BLOCKS], tier)
+            for keys in in_parts(event.block_hashes, STEP_REMOVED):
+                self._remove(keys, tier)
                 yield 0
         yield 0
 
@@ -370,7 +332,7 @@ class EngineBlocks:
         if gone:
             self._index.remove(self._replica_id, gone, tier=tier)
 
-    def _unmake(self, block: _Block, tier: Tier) -> Iterator[int]:
+    def _unmake(self, block: EngineBlock, tier: Tier) -> Iterator[int]:
         """Yields the blocks of the index that no engine block on a tier makes any more."""
         shared, makers = block.shared(), self._makers[tier]
         for block_hash in block.made():
@@ -381,7 +343,7 @@ class EngineBlocks:
                 del makers[block_hash]
             yield block_hash
 
-    def _end_loans(self, block: _Block) -> None:
+    def _end_loans(self, block: EngineBlock) -> None:
         """Ends what the blocks before one lent together with it: without it, nobody has that."""
         lent, key = set(block.lent), block.parent
         while lent and key is not None and key in self._blocks:
@@ -390,7 +352,7 @@ class EngineBlocks:
             lender.lent = tuple(h for h in lender.lent if h not in lent)
             key = lender.parent
 
-    def _give_back(self, block: _Block) -> None:
+    def _give_back(self, block: EngineBlock) -> None:
         """Ends what the blocks before one lent to it, unless a sibling of it has that too."""
         if not block.borrowed:
             return

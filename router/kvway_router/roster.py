@@ -102,28 +102,24 @@ class Roster:
             self._known_names[bits] = names
         return names
 
-    def counts(
-        self, node: Node, bits: int, slowest: Tier, *, depth: int, most: int
-    ) -> Iterator[tuple[str, int]]:
-        """Yields how far replicas match that have not all of a node, those with nothing left out.
+    def counts(self, node: Node, bits: int, slowest: Tier) -> Iterator[tuple[str, int]]:
+        """Yields how many leading blocks of a node replicas hold that have a part of it.
 
         Args:
             node: The node.
             bits: The device bits of the replicas.
             slowest: A block counts when it is on this tier or a faster one.
-            depth: Blocks of the prompt before the node.
-            most: Blocks of the node that are the prompt's.
         """
         slots, names = self._slots, self._names
         for slot in _slots_of(bits):
             count = 0
-            for holding in slots[slot : slot + slowest + 1] if slowest else (slots[slot],):
+            for holding in slots[slot : slot + slowest + 1]:
                 entry = holding.entries.get(node) if holding is not None else None
                 if entry is not None and entry.count > count:
                     count = entry.count
             name = names[slot // _NUM_TIERS]
-            if depth + count and name is not None:
-                yield name, depth + min(most, count)
+            if name is not None:
+                yield name, count
 
     def check(self) -> None:
         """Checks its invariant.

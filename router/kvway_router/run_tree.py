@@ -16,7 +16,7 @@ from typing import Final
 from kvway_core.errors import InvariantViolated
 from kvway_router.holding import Entry, Holding
 from kvway_router.locator import Locator
-from kvway_router.runs import HASH_BYTES, Node, num_common, pack, unpack
+from kvway_router.runs import HASH_BYTES, Node, pack, unpack
 
 BLOCK_BYTES: Final = 13
 """What one block is counted as: its hash, its entry in the locator, and waste there."""
@@ -84,33 +84,6 @@ class RunTree:
         found = self._locator.find(block_hash)
         if found is not None:
             holding.hint = found[0]
-        return found
-
-    def pieces(self, hashes: Sequence[int]) -> list[tuple[Node, int, int]]:
-        """Lists what there is of a prompt, gaps left out, first block first.
-
-        Returns:
-            Of each node that has a part of it: the node, how many blocks of the prompt are before
-            the node, how many leading blocks of the node are the prompt's.
-        """
-        found: list[tuple[Node, int, int]] = []
-        end = len(hashes)
-        start = 0
-        node = self.child(None, hashes[0]) if hashes else None
-        while start < end:
-            if node is None:
-                # The next one that waits for the block in front of it.
-                places = range(max(start, 1), end)
-                start = next((at for at in places if self._waits(hashes, at)), end)
-                if start == end:
-                    break
-                node = self.child(hashes[start - 1], hashes[start])
-                assert node is not None  # noqa: S101  it was there a line ago
-            num = num_common(node, 0, hashes, start, end)
-            found.append((node, start, num))
-            start += num
-            ends_with_it = num == node.size and start < end
-            node = self.child(node, hashes[start]) if ends_with_it else None
         return found
 
     def holdings(self, bits: int) -> Iterator[Holding]:
@@ -275,9 +248,6 @@ class RunTree:
                 raise InvariantViolated("2: an entry of a node that is gone")
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _waits(self, hashes: Sequence[int], at: int) -> bool:
-        return hashes[at - 1] in self.tops and hashes[at] in self.tops[hashes[at - 1]]
 
     def _siblings(self, before: Node | int | None) -> dict[int, Node]:
         if not isinstance(before, Node):

@@ -99,6 +99,39 @@ def num_common(node: Node, offset: int, hashes: Sequence[int], start: int, end: 
     return agree
 
 
+def named_together(node: Node, place: int, hashes: Sequence[int], start: int) -> tuple[int, int]:
+    """Finds the blocks of a node that are named one by one, in its order or from the end.
+
+    Args:
+        node: The run.
+        place: Where in it the first that is named is.
+        hashes: Names, in any order.
+        start: Names that are passed over.
+
+    Returns:
+        The first place of them, and how many they are: at least one.
+    """
+    names = array.array("Q", hashes[start:])
+    last = place + len(names)
+    behind = array.array("Q", node.run[place * HASH_BYTES : last * HASH_BYTES])
+    num = _num_equal(behind, names)
+    if num > 1 or not place or len(names) == 1:
+        return place, num
+    first = max(0, place + 1 - len(names))
+    before = array.array("Q", node.run[first * HASH_BYTES : (place + 1) * HASH_BYTES])
+    before.reverse()
+    num = _num_equal(before, names)
+    return place + 1 - num, num
+
+
+def _num_equal(one: array.array[int], other: array.array[int]) -> int:
+    """Counts the leading numbers that are equal."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return next(place for place in range(most) if one[place] != other[place])
+
+
 def position_in(run: bytes, packed_hash: bytes) -> int:
     """Returns where a hash is in a run, -1 if it is not there. Looks from the end."""
     at = run.rfind(packed_hash)

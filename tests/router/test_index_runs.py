@@ -8,12 +8,14 @@ import random
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvway_router.holding import Tier
 from kvway_router.index import MIN_BYTES, BlockIndex
 from kvway_router.locator import Locator
 from kvway_router.run_tree import MAX_RUN
-from kvway_router.runs import Node, num_common, pack, position_in, unpack
+from kvway_router.runs import Node, named_together, num_common, pack, position_in, unpack
 
 RNG_SEED = 7
 
@@ -246,6 +248,44 @@ def test_where_two_runs_part_is_found_by_halves() -> None:
             assert num_common(node, 0, prompt, 0, size) == agree
             if agree:
                 assert num_common(node, 1, [0, 0, *prompt[1:]], 2, size + 1) == agree - 1
+
+
+@given(
+    names=st.lists(st.integers(0, 12), min_size=1, max_size=14),
+    size=st.integers(1, 10),
+    data=st.data(),
+)
+def test_what_is_named_together_is_next_to_one_another(
+    names: list[int], size: int, data: st.DataObject
+) -> None:
+    """In either order, and no further than each is named: names come in any order."""
+    node = Node(None, pack(range(size)))
+    start = data.draw(st.integers(0, len(names) - 1))
+    names[start] %= size
+    first, num = named_together(node, names[start], names, start)
+    found, named = list(range(first, first + num)), names[start : start + num]
+    assert named in (found, found[::-1])
+    assert 0 <= first < first + num <= size
+    more = names[start + num : start + num + 1]
+    onwards = {2: [2 * names[start + num - 1] - names[start + num - 2]]}.get(min(num, 2))
+    expected = onwards or [names[start] - 1, names[start] + 1]
+    assert not more or more[0] not in expected or more[0] not in range(size)
+
+
+def test_what_is_removed_together_leaves_what_single_removals_leave() -> None:
+    rng = random.Random(RNG_SEED)
+    chain = fresh(60, rng)
+    for order in (chain[10:40], chain[40:10:-1], chain[::3], rng.sample(chain, 30)):
+        together, single = BlockIndex(), BlockIndex()
+        for index in (together, single):
+            index.store("a:1", None, chain)
+            index.store("b:1", None, chain[:25])
+        together.remove("a:1", [*order, 5])
+        for block in order:
+            single.remove("a:1", [block])
+        together.check_invariants()
+        assert together.match(chain) == single.match(chain)
+        assert sorted(together.blocks("a:1")) == sorted(single.blocks("a:1"))
 
 
 def test_a_hash_is_found_at_its_place_only() -> None:

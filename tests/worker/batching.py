@@ -210,7 +210,7 @@ class Replay:
             assert block_hash not in self.parents, "stored twice"
             assert parent is None or parent in self.parents, "the parent is unknown"
             self.parents[block_hash] = parent
-            self.tokens[block_hash] = event.token_ids[index * size : (index + 1) * size]
+            self.tokens[block_hash] = list(event.token_ids[index * size : (index + 1) * size])
             parent = block_hash
 
 
