@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvway_worker.cache.block_pool import HITS_TO_PROTECT
+from kvway_worker.cache.eviction import HITS_TO_PROTECT
 from loadtests import cache_policies
 from loadtests.cache_policies import Pool, SegmentedLru, hit_rate, interleaved, read
 

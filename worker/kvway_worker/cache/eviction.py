@@ -22,6 +22,9 @@ Tier: TypeAlias = Literal["probation", "protected", "pinned"]
 TIERS: Final[tuple[Tier, ...]] = get_args(Tier)
 """In the order in which they are given away."""
 
+HITS_TO_PROTECT: Final = 2
+"""Requests that hit a block, after the one that computed it, before it is protected."""
+
 PROTECTED_SHARE: Final = 0.2
 """Of all blocks, how many may be in `protected`.
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from kvway_core.blocks import Namespace
 from kvway_core.errors import InvariantViolated
 from kvway_worker.cache.block_content import BlockContent, TailContent
-from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.cache.pool_view import PoolView
 from kvway_worker.scheduling.block_tables import BlockTables
 from kvway_worker.scheduling.limits import Limits
 from kvway_worker.scheduling.requests import Requests
@@ -76,7 +76,7 @@ class SchedulerState:
     """
 
     limits: Limits
-    pool: BlockPool
+    pool: PoolView
     tables: BlockTables
     requests: Requests
     plan: StepPlan | None

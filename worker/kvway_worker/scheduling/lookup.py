@@ -13,7 +13,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from kvway_worker.cache.block_content import BlockContent, Match
-from kvway_worker.cache.block_pool import BlockPool
+from kvway_worker.cache.pool_view import PoolView
 from kvway_worker.scheduling.sequence import Sequence
 
 
@@ -39,7 +39,7 @@ class PrefixLookup:
 
     __slots__ = ("_found", "_pool")
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: PoolView) -> None:
         self._pool = pool
         self._found: _Found | None = None
 
