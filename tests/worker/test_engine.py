@@ -172,7 +172,7 @@ async def test_an_engine_that_fails_its_probe_too_is_given_up() -> None:
         w.engine.gate.set()
         results = await asyncio.gather(*asked, return_exceptions=True)
         assert [type(result) for result in results] == [EngineFailed] * 5
-        await asyncio.to_thread(w.loop._thread.join)  # type: ignore[union-attr]
+        await asyncio.to_thread(w.loop._steps._thread.join)  # type: ignore[union-attr]
         assert isinstance(w.loop.failed, EngineFailed)
         assert isinstance(w.loop.failed.__cause__, RuntimeError)
         assert w.loop.load().num_failed_steps == 3
@@ -284,7 +284,7 @@ async def test_events_of_a_step_are_published_before_its_answers_go_out() -> Non
             entered.set()
             go_on.wait()
 
-        w.loop._on_kv_events = publish
+        w.loop._steps._on_kv_events = publish
         task = w.start(request("0", PROMPT))
         await asyncio.to_thread(entered.wait)
         for _ in range(10):  # whatever was sent before has arrived

@@ -278,7 +278,7 @@ async def test_whatever_ends_requests_each_ends_once_and_all_blocks_come_back(se
         assert ended.keys() == submitted
         assert {"left", "length"} <= set(ended.values())
         assert await nobody_holds_blocks(w)
-        assert not list(w.loop._stepper.live)
+        assert not list(w.loop._steps._stepper.live)
         assert (w.loop.load().num_running, w.loop.load().num_waiting) == (0, 0)
 
 
