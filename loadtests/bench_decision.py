@@ -8,11 +8,13 @@ In two mixes. All different: each replica holds another length of each prompt, s
 ends at 16 places; these are the keys without a suffix. Typical: a quarter each holds nothing, a
 quarter, half and three quarters. In both some replicas work, and each decision is charged and
 given back, so that the next one finds a load changed. Tokens are given as the tokenizer keeps
-them; tokenizing itself is `make bench-tokenize`. What a decision's record shows is not made.
+them, and those of a next turn were put together just before, as there; tokenizing itself is `make
+bench-tokenize`. What a decision's record shows is not made.
 
-NVIDIA Dynamo's SelectionService decides on the same prompts, in turns with ours, if it is there
+NVIDIA Dynamo's SelectionService decides on the same prompts, if it is there
 (`pip install ai-dynamo-runtime`); it runs without KV events, so it knows what it was asked before
-and no more. `vs_dynamo_*` is its time over ours in the mix of all different.
+and no more. `vs_dynamo_*` is its time over ours in the mix of all different, in turns, in one
+process. Our own times are taken before it is loaded: its threads share the processor's caches.
 
 sglang-router decides inside its proxy and on text: it offers no decision to measure. What can be
 compared is a whole relayed request.
@@ -34,7 +36,8 @@ import statistics
 import sys
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -200,41 +203,27 @@ async def time_async_ms(call: Callable[[], Awaitable[None]], num_calls: int) -> 
 
 
 async def measure(rounds: int) -> tuple[dict[str, float | str], str]:
-    """Measures in turns; returns the figures and what became of the peer."""
+    """Measures ours, then the peer in turns with it; returns the figures and what became of it."""
     prompts = {name: prompt_of(size, seed=size) for name, size in SIZES.items()}
     benches = {mix: Bench(list(prompts.values()), num_lengths=num) for mix, num in MIXES.items()}
-    peer, said = await peer_of(list(prompts.values()))
-    times: dict[str, list[float]] = {}
     turn = prompts["131k"][: SIZES["131k"] - TURN_TOKENS]
     for bench in benches.values():
         EventChain(bench.chains).extend(turn)
+    times: dict[str, list[float]] = {}
     for number in range(rounds):
-        turns = [turn + prompt_of(TURN_TOKENS, seed=8 * number + n) for n in range(8)]
         for name, prompt in prompts.items():
-            calls = max(1, 65_536 // len(prompt))
-            times.setdefault(f"floor_ms_{name}", []).append(
-                time_ms(lambda p=prompt: block_hashes(p, parent=ROOT), calls)  # type: ignore[misc]
-            )
+            floor = time_ms(lambda p=prompt: block_hashes(p, parent=ROOT), calls_of(prompt))  # type: ignore[misc]
+            times.setdefault(f"floor_ms_{name}", []).append(floor)
             for mix, bench in benches.items():
-                times.setdefault(f"decision_ms_{name}{mix}", []).append(
-                    time_ms(lambda b=bench, p=prompt: b.serve(p, ChainCache(NAMESPACE)), calls)  # type: ignore[misc]
-                )
-            if peer is not None:
-                ids = prompt.tolist()
-                times.setdefault(f"dynamo_ms_{name}", []).append(
-                    await time_async_ms(lambda ids=ids: peer.select(ids), calls)  # type: ignore[misc]
-                )
+                times.setdefault(f"decision_ms_{name}{mix}", []).append(decision_ms(bench, prompt))
+        new = [prompt_of(TURN_TOKENS, seed=8 * number + n) for n in range(8)]
         for mix, bench in benches.items():
-            new = iter(turns)
-            times.setdefault(f"next_turn_ms_131k{mix}", []).append(
-                time_ms(lambda b=bench, new=new: b.serve(next(new), b.chains), len(turns))  # type: ignore[misc]
-            )
+            turns = [time_ms(partial(bench.serve, turn + more, bench.chains), 1) for more in new]
+            times.setdefault(f"next_turn_ms_131k{mix}", []).append(statistics.fmean(turns))
     figures = {name: min(values) for name, values in times.items()}
-    for name in SIZES:
-        if f"dynamo_ms_{name}" in figures:
-            ratios = zip(times[f"dynamo_ms_{name}"], times[f"decision_ms_{name}"], strict=True)
-            figures[f"vs_dynamo_{name}"] = statistics.median(a / b for a, b in ratios)
-    if "dynamo_ms_131k" in figures:
+    peer, said = await peer_of(list(prompts.values()))
+    if peer is not None:
+        figures |= await compare(peer, benches[""], prompts, rounds)
         figures["vs_dynamo_next_turn_131k"] = (
             figures["dynamo_ms_131k"] / figures["next_turn_ms_131k"]
         )
@@ -242,6 +231,33 @@ async def measure(rounds: int) -> tuple[dict[str, float | str], str]:
         name: round(value, 4) for name, value in sorted(figures.items())
     }
     return metrics | {"dynamo": said}, said
+
+
+async def compare(
+    peer: Peer, bench: Bench, prompts: Mapping[str, array[int]], rounds: int
+) -> dict[str, float]:
+    """Has both decide on each prompt in turns; returns the peer's best times and the ratios."""
+    figures: dict[str, float] = {}
+    for name, prompt in prompts.items():
+        ids, theirs, ratios = prompt.tolist(), [], []
+        for _ in range(rounds):
+            ours = decision_ms(bench, prompt)
+            theirs.append(await time_async_ms(partial(peer.select, ids), calls_of(prompt)))
+            ratios.append(theirs[-1] / ours)
+        figures[f"dynamo_ms_{name}"] = min(theirs)
+        figures[f"vs_dynamo_{name}"] = statistics.median(ratios)
+    return figures
+
+
+def calls_of(prompt: array[int]) -> int:
+    """Returns how many decisions are timed together."""
+    return max(1, 65_536 // len(prompt))
+
+
+def decision_ms(bench: Bench, prompt: array[int]) -> float:
+    """Returns the time of a decision about a prompt that nobody has asked for before."""
+    unknown = iter([ChainCache(NAMESPACE) for _ in range(calls_of(prompt))])
+    return time_ms(lambda: bench.serve(prompt, next(unknown)), calls_of(prompt))
 
 
 async def peer_of(prompts: Sequence[array[int]]) -> tuple[Peer | None, str]:

@@ -15,6 +15,8 @@ The scheme is pinned by golden vectors: changing it invalidates every cache in t
 from __future__ import annotations
 
 import array
+import functools
+import struct
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType, cast
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 DEFAULT_BLOCK_SIZE = 16
 SCHEME = "kvway-1"
 HASH_BYTES = 16
+_SPLIT_BLOCKS = 32
+_IS_LITTLE = sys.byteorder == "little"
 
 BlockHash = NewType("BlockHash", bytes)
 """16 bytes: XXH3-128 in its canonical (big endian) form."""
@@ -103,8 +107,32 @@ def block_hashes(
     Complexity:
         O(tokens), each token hashed once.
     """
+    return packed_block_hashes(packed_tokens(token_ids), parent=parent, block_size=block_size)
+
+
+def packed_block_hashes(
+    packed: bytes | memoryview, *, parent: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE
+) -> list[BlockHash]:
+    """Returns what `block_hashes` does for tokens that are packed already (`packed_tokens`)."""
     _check_block_size(block_size)
-    return _hash_blocks(_token_bytes(token_ids), parent=parent, block_bytes=4 * block_size)
+    return _hash_blocks(packed, parent=parent, block_bytes=4 * block_size)
+
+
+def packed_tokens(token_ids: Sequence[int]) -> memoryview:
+    """Returns tokens as consecutive uint32, little-endian; an array of such is not copied.
+
+    Raises:
+        ValueError: If a token id does not fit uint32.
+    """
+    tokens = token_ids
+    if not isinstance(tokens, array.array) or tokens.typecode != "I" or not _IS_LITTLE:
+        try:
+            tokens = array.array("I", token_ids)
+        except OverflowError as exc:
+            raise ValueError("a token id does not fit 32 unsigned bits") from exc
+    if not _IS_LITTLE:
+        tokens.byteswap()
+    return memoryview(tokens).cast("B")
 
 
 class HashChain:
@@ -131,7 +159,7 @@ class HashChain:
         Raises:
             ValueError: If a token id does not fit uint32; nothing is appended then.
         """
-        data = self._tail + _token_bytes(token_ids)
+        data = self._tail + packed_tokens(token_ids)
         self.num_tokens += len(token_ids)
         if len(data) >= self._block_bytes:  # else nothing to hash: nearly every generated token
             parent = self.hashes[-1] if self.hashes else self.root
@@ -152,23 +180,27 @@ def _check_block_size(block_size: int) -> None:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
 
 
-def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Returns the tokens as consecutive uint32, little-endian."""
-    try:
-        tokens = array.array("I", token_ids)
-    except OverflowError as exc:
-        raise ValueError("a token id does not fit 32 unsigned bits") from exc
-    if sys.byteorder == "big":
-        tokens.byteswap()
-    return tokens.tobytes()
-
-
-def _hash_blocks(data: bytes, *, parent: BlockHash, block_bytes: int) -> list[BlockHash]:
+def _hash_blocks(
+    data: bytes | memoryview, *, parent: BlockHash, block_bytes: int
+) -> list[BlockHash]:
     """Returns the chain over the full blocks of `data`."""
-    digest, last = xxhash.xxh3_128_digest, len(data) - block_bytes
-    link: bytes = parent
-    chain = [
-        link := digest(link + data[start : start + block_bytes])
-        for start in range(0, last + 1, block_bytes)
-    ]
+    digest, split = xxhash.xxh3_128_digest, _splitter(block_bytes)
+    chain: list[bytes] = []
+    append, link = chain.append, cast("bytes", parent)
+    end = len(data) - len(data) % block_bytes
+    rest = end - end % split.size
+    for start in range(0, rest, split.size):
+        for block in split.unpack_from(data, start):
+            link = digest(link + block)
+            append(link)
+    tail = bytes(data[rest:end])
+    for start in range(0, len(tail), block_bytes):
+        link = digest(link + tail[start : start + block_bytes])
+        append(link)
     return cast("list[BlockHash]", chain)
+
+
+@functools.lru_cache(maxsize=8)
+def _splitter(block_bytes: int) -> struct.Struct:
+    """Returns what splits many blocks at once: half the time of a slice for each."""
+    return struct.Struct(f"{block_bytes}s" * _SPLIT_BLOCKS)

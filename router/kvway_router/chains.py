@@ -21,9 +21,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
 import xxhash
 
-from kvway_core.blocks import HASH_BYTES, BlockHash, Namespace, block_hashes
+from kvway_core.blocks import (
+    HASH_BYTES,
+    BlockHash,
+    Namespace,
+    packed_block_hashes,
+    packed_tokens,
+)
 
 SPAN_BLOCKS: Final = 128
 LONG_BLOCKS: Final = 1024
@@ -136,7 +143,8 @@ class EventChain:
 
         Complexity: of known spans one fast pass over the bytes; of others a digest per block.
         """
-        view = self._view(token_ids)
+        new = packed_tokens(token_ids)
+        view = memoryview(self._data + new) if self._data else new
         self.num_tokens += len(token_ids)
         start, block_bytes, is_new = 0, self._cache.block_bytes, False
         long_bytes, span_bytes = LONG_BLOCKS * block_bytes, SPAN_BLOCKS * block_bytes
@@ -165,17 +173,6 @@ class EventChain:
             whole = len(rest) - len(rest) % block_bytes
             self._cache.put(self._named.digest(), _Rest(bytes(rest[:whole]), self._chain))
         self._data = bytes(rest)
-
-    def _view(self, token_ids: Sequence[int]) -> memoryview:
-        """Returns the bytes behind the last whole span; those of an array are not copied."""
-        if isinstance(token_ids, array.array) and token_ids.typecode == "I":
-            new = memoryview(token_ids).cast("B")
-        else:
-            try:
-                new = memoryview(array.array("I", token_ids)).cast("B")
-            except OverflowError as exc:
-                raise ValueError("a token id does not fit 32 unsigned bits") from exc
-        return memoryview(self._data + new) if self._data else new
 
     def _find(self, num_blocks: int, tokens: memoryview) -> bool:
         """Takes a span from the cache, if it is there."""
@@ -213,9 +210,10 @@ class EventChain:
         done = len(self._chain) // HASH_BYTES
         if done >= end:
             return False
-        missing = array.array("I", bytes(tokens[done * block_bytes : end * block_bytes]))
-        chain = block_hashes(
-            missing, parent=BlockHash(self._link), block_size=self._cache.block_size
+        chain = packed_block_hashes(
+            tokens[done * block_bytes : end * block_bytes],
+            parent=BlockHash(self._link),
+            block_size=self._cache.block_size,
         )
         self._append(b"".join(chain))
         return True
@@ -245,10 +243,5 @@ class EventChain:
         self._chain += chain
         self._link = chain[-HASH_BYTES:]
         # The low halves of all at once, which are big-endian.
-        halves = array.array("Q", chain)
-        if _IS_LITTLE:
-            halves.byteswap()
-        self.hashes += halves[1::2]
-
-
-_IS_LITTLE: Final = array.array("H", [1]).tobytes() == b"\1\0"
+        halves = np.frombuffer(chain, ">u8")[1::2].astype(np.uint64)
+        self.hashes.frombytes(halves.tobytes())

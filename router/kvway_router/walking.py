@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvway_router.holding import Holding, Tier
 from kvway_router.roster import Roster
 from kvway_router.run_tree import RunTree
-from kvway_router.runs import Node, num_common
+from kvway_router.runs import HASH_BYTES, Node, num_common
 
 
 def match(tree: RunTree, roster: Roster, hashes: Sequence[int], slowest: Tier) -> dict[str, int]:
@@ -36,7 +36,7 @@ def match(tree: RunTree, roster: Roster, hashes: Sequence[int], slowest: Tier) -
                     matched[name] = depth + min(num, count)
             matching ^= lost
         depth += num
-        if num < node.size or depth == total:
+        if depth == total or num * HASH_BYTES < len(node.run):
             break
         children = node.children
         node = children.get(hashes[depth]) if children else None

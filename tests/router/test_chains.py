@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvway_core.blocks import Namespace, block_hashes, event_hash
+from kvway_core.blocks import Namespace, block_hashes, event_hash, packed_block_hashes
 from kvway_router.chains import LONG_BLOCKS, MIN_REST_BLOCKS, SPAN_BLOCKS, ChainCache, EventChain
 
 NAMESPACE = Namespace("m", block_size=4)
@@ -54,12 +54,12 @@ def test_whatever_is_known_and_however_it_grows_the_hashes_are_the_same(
 def test_a_known_beginning_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     num_hashed = 0
 
-    def counting(token_ids: list[int], **more: object) -> object:
+    def counting(packed: memoryview, **more: object) -> object:
         nonlocal num_hashed
-        num_hashed += len(token_ids) // NAMESPACE.block_size
-        return block_hashes(token_ids, **more)  # type: ignore[arg-type]
+        num_hashed += len(packed) // (4 * NAMESPACE.block_size)
+        return packed_block_hashes(packed, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("kvway_router.chains.block_hashes", counting)
+    monkeypatch.setattr("kvway_router.chains.packed_block_hashes", counting)
     cache = ChainCache(NAMESPACE)
     prompt = tokens(4 * (2 * LONG_BLOCKS + 3 * SPAN_BLOCKS + 7))
     hashed(cache, prompt)
@@ -81,12 +81,12 @@ def test_of_the_last_rest_what_is_shared_is_not_hashed_again(
 ) -> None:
     num_hashed = 0
 
-    def counting(token_ids: list[int], **more: object) -> object:
+    def counting(packed: memoryview, **more: object) -> object:
         nonlocal num_hashed
-        num_hashed += len(token_ids) // NAMESPACE.block_size
-        return block_hashes(token_ids, **more)  # type: ignore[arg-type]
+        num_hashed += len(packed) // (4 * NAMESPACE.block_size)
+        return packed_block_hashes(packed, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("kvway_router.chains.block_hashes", counting)
+    monkeypatch.setattr("kvway_router.chains.packed_block_hashes", counting)
     cache = ChainCache(NAMESPACE)
     prompt = tokens(4 * (SPAN_BLOCKS + 100))
     hashed(cache, prompt)

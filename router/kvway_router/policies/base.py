@@ -93,8 +93,10 @@ def decide(
         NoReplicaAvailable: There is no candidate; the state stays what it was.
     """
     decision = policy.choose(situation, state)
-    load = next(load for load in situation.loads if load.replica_id == decision.replica_id)
-    work_s = decision.chosen.own_s + situation.prompt.num_output_tokens * load.decode_step_s
+    work_s = 0.0
+    if state.window.length_s > 0:
+        load = next(load for load in situation.loads if load.replica_id == decision.replica_id)
+        work_s = decision.chosen.own_s + situation.prompt.num_output_tokens * load.decode_step_s
     return decision, state.after(decision.replica_id, work_s, now_s=situation.now_s)
 
 

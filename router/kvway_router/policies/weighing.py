@@ -25,7 +25,7 @@ from math import fsum
 import numpy as np
 
 from kvway_core.errors import NoReplicaAvailable
-from kvway_router.loads import NUM_TERMS, Loads, columns_of
+from kvway_router.loads import NUM_TERMS, Loads
 from kvway_router.policy import Candidate, PolicyParams, Prompt, ReplicaLoad
 
 
@@ -59,10 +59,12 @@ class Weighing:
     __slots__ = (
         "_ahead",
         "_kv",
-        "_numbers",
+        "_num_output",
         "_reload",
+        "_size",
         "_slow",
         "_step",
+        "_total",
         "_ttft",
         "cost",
         "loads",
@@ -97,23 +99,18 @@ class Weighing:
             disk_s = prompt.block_size * params.disk_token_s
             self._reload = [host * host_s + disk * disk_s for host, disk in tiers]
 
-        # Numbers of the prompt, the same for all that match as far.
         size, total = prompt.block_size, max(1, prompt.num_tokens)
-        self._numbers: dict[int, tuple[int, ...]] = {}
-        numbers = self._numbers
-        for num in set(matched):
-            # A replica that holds the whole prompt still computes its last token.
-            uncached = total - num * size
-            uncached = max(1, uncached)
-            attended = 2 * total - uncached  # u + 2c
-            chunks = -(-uncached // params.chunk_tokens)
-            own_blocks = -(-(uncached + prompt.num_output_tokens) // size)
-            numbers[num] = (attended, chunks, chunks, own_blocks, uncached)
-        columns = columns_of([numbers[num] for num in matched])
-        terms = loads.factors * columns[:NUM_TERMS]
+        self._size, self._total, self._num_output = size, total, prompt.num_output_tokens
+        # A replica that holds the whole prompt still computes its last token.
+        uncached = np.maximum(total - size * np.array(matched, np.float64), 1.0)
+        numbers = np.empty((NUM_TERMS, len(matched)))
+        np.subtract(2.0 * total, uncached, out=numbers[0])  # u + 2c
+        numbers[1:3] = np.ceil(uncached / params.chunk_tokens)
+        np.ceil((uncached + prompt.num_output_tokens) / size, out=numbers[3])
+        terms = loads.factors * numbers
         terms += loads.summands
         token_s, self._step, least_own, kv = terms
-        work = token_s * columns[NUM_TERMS]
+        work = token_s * uncached
         own = np.maximum(work, least_own)
         self._kv = np.maximum(kv, 0.0)
         self._ttft = loads.queued + self._step + own
@@ -148,14 +145,14 @@ class Weighing:
     def candidate(self, place: int) -> Candidate:
         """Returns all terms of one candidate."""
         load, matched = self.loads[place], self.matched[place]
-        attended, _, _, own_blocks, uncached = self._numbers[matched]
+        uncached = max(1, self._total - matched * self._size)
         return Candidate(
             replica_id=load.replica_id,
             matched_blocks=matched,
             slow_blocks=self._slow[place] if self._slow else 0,
             uncached_tokens=uncached,
-            cached_tokens=(attended - uncached) // 2,
-            own_blocks=own_blocks,
+            cached_tokens=self._total - uncached,
+            own_blocks=-(-(uncached + self._num_output) // self._size),
             queued_s=load.queued_prefill_s,
             step_s=float(self._step[place]),
             own_s=self.own[place],
