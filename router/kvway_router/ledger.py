@@ -13,9 +13,11 @@ of other routers. A report that is too old is ignored, and the router's own coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import fmean, median_low
+from typing import Final
 
 from kvway_core.clock import Clock
 from kvway_router.accounts import Account
@@ -23,6 +25,9 @@ from kvway_router.charges import Charge
 from kvway_router.loads import Loads
 from kvway_router.policy import Candidate, PolicyParams, running_mean
 from kvway_router.telemetry import Telemetry
+
+_BUSY_S: Final = 20.0
+"""Over how long it is averaged how many replicas are busy."""
 
 
 class Ledger:
@@ -59,6 +64,9 @@ class Ledger:
         self._mean_tokens: float | None = None
         self.mean_work_s: float | None = None
         """Running mean of the own work of chosen candidates, seconds: for the policy."""
+        self.busy_share = 0.0
+        """Share of the replicas that had prefill work, a mean over `_BUSY_S`: for the policy."""
+        self._busy_noted_s = self.now()
 
     def now(self) -> float:
         """Seconds of the monotonic clock."""
@@ -96,7 +104,13 @@ class Ledger:
         Args:
             replicas: Id and blocks listed in the index of each.
         """
-        now, pairs, before = self.now(), list(replicas), self._loads
+        now, pairs = self.now(), list(replicas)
+        self._loads = self._loads_now(now, pairs)
+        self._note_busy(now)
+        return self._loads
+
+    def _loads_now(self, now: float, pairs: Sequence[tuple[str, int]]) -> Loads:
+        before = self._loads
         names = [replica_id for replica_id, _ in pairs]
         accounts = [self._accounts.get(name, self._unknown) for name in names]
         is_same = before.ids == names
@@ -132,16 +146,32 @@ class Ledger:
             loads[place] = load
             if account is not self._unknown:
                 account.load = load
-        self._loads = (
-            before.replaced(loads) if is_same else Loads(list(loads.values()), self._params)
-        )
-        return self._loads
+        return before.replaced(loads) if is_same else Loads(list(loads.values()), self._params)
+
+    def _note_busy(self, now: float) -> None:
+        """Takes what share is busy now for what was since it was noted last.
+
+        Requests that come at random see, on average, what there is over time.
+        """
+        queued_s = self._loads.queued_s
+        if now > self._busy_noted_s and queued_s:
+            weight = 1.0 - math.exp((self._busy_noted_s - now) / _BUSY_S)
+            busy = sum(map(bool, queued_s)) / len(queued_s)
+            self.busy_share += weight * (busy - self.busy_share)
+            self._busy_noted_s = now
 
     def failed(self, replica_id: str) -> None:
         """Notes that a request failed at a replica by its fault: see `failures.py`."""
         account = self._account(replica_id)
         account.load = None
         account.failures.note(self.now())
+
+    def forgive(self, replica_id: str, *, noted_s: float) -> None:
+        """Takes back a failure that was noted at `noted_s`: it was not the replica's."""
+        account = self._accounts.get(replica_id)
+        if account is not None:
+            account.load = None
+            account.failures.forgive(self.now(), noted_s=noted_s)
 
     def num_in_flight(self, replica_id: str) -> int:
         """Counts the requests of this router at a replica that are not finished."""

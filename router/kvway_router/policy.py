@@ -41,7 +41,10 @@ class PolicyParams:
         chunk_tokens: Prompt tokens that a replica prefills in one step.
         attention_tokens: A: context length at which attention doubles the cost of a token, while
             no replica's is known.
-        max_price: Most that lambda, the price of work, may be while a replica idles.
+        max_price: Most that lambda, the price of work, may be while a replica idles, in a fleet
+            that was all busy of late.
+        idle_price: The same in a fleet that idled: siblings meet if that costs at most a tenth of
+            what it saves.
         idlest_weight: How many times what the idlest replica has queued may be added to that.
         kv_weight_s: km: seconds that a replica costs more per whole cache over the threshold.
         kv_threshold: theta: share of the KV blocks that may be taken at no cost.
@@ -60,6 +63,7 @@ class PolicyParams:
     chunk_tokens: int = 2048
     attention_tokens: float = 60_000.0
     max_price: float = 1.0
+    idle_price: float = 0.1
     idlest_weight: float = 4.0
     kv_weight_s: float = 3.0
     kv_threshold: float = 0.8

@@ -47,6 +47,7 @@ class Situation(msgspec.Struct, frozen=True):
         retry: True when an earlier attempt at another replica failed.
         now_s: Time that only runs forward, from any start.
         slower: Blocks behind those of `matches` on the host, and behind these on a disk.
+        busy_share: Share of the replicas that had prefill work of late, 0 to 1.
     """
 
     prompt: Prompt
@@ -57,6 +58,7 @@ class Situation(msgspec.Struct, frozen=True):
     retry: bool = False
     now_s: float = 0.0
     slower: Mapping[str, tuple[int, int]] | None = None
+    busy_share: float = 1.0
 
 
 class Policy(Protocol):
@@ -196,6 +198,7 @@ class Baseline(ABC):
             params=situation.params,
             mean_work_s=situation.mean_work_s,
             slower=situation.slower,
+            busy_share=situation.busy_share,
         )
         candidates = [weighing.candidate(place) for place in range(len(weighing.matched))]
         view = View(

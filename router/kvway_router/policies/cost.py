@@ -46,11 +46,12 @@ class Cost:
             params=situation.params,
             mean_work_s=situation.mean_work_s,
             slower=situation.slower,
+            busy_share=situation.busy_share,
             retry=situation.retry,
         )
 
 
-def choose(
+def choose(  # noqa: PLR0913  one for each thing that is weighed
     prompt: Prompt,
     matches: Mapping[str, int],
     loads: Sequence[ReplicaLoad],
@@ -58,6 +59,7 @@ def choose(
     params: PolicyParams,
     mean_work_s: float | None = None,
     slower: Mapping[str, tuple[int, int]] | None = None,
+    busy_share: float = 1.0,
     retry: bool = False,
 ) -> Decision:
     """Chooses the candidate of least cost.
@@ -74,13 +76,20 @@ def choose(
         params: Constants of the cost.
         mean_work_s: As in `Weighing`.
         slower: As in `Weighing`.
+        busy_share: As in `Weighing`.
         retry: True when an earlier attempt at another replica failed.
 
     Raises:
         NoReplicaAvailable: There is no candidate.
     """
     weighing = Weighing(
-        prompt, matches, loads, params=params, mean_work_s=mean_work_s, slower=slower
+        prompt,
+        matches,
+        loads,
+        params=params,
+        mean_work_s=mean_work_s,
+        slower=slower,
+        busy_share=busy_share,
     )
     cost, best = weighing.cost, weighing.least()
     # No tie goes further than this.

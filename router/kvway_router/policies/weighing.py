@@ -51,6 +51,7 @@ class Weighing:
             the caller; None before the first choice.
         slower: Blocks that follow those on the device without a gap, per replica: on the host,
             and behind those on a disk.
+        busy_share: Share of the replicas that had prefill work of late, 0 to 1.
 
     Raises:
         NoReplicaAvailable: There is no candidate.
@@ -83,6 +84,7 @@ class Weighing:
         params: PolicyParams,
         mean_work_s: float | None = None,
         slower: Mapping[str, tuple[int, int]] | None = None,
+        busy_share: float = 1.0,
     ) -> None:
         if not loads:
             msg = "No replica can take the request now; try again in a few seconds."
@@ -116,7 +118,9 @@ class Weighing:
         self._ttft = loads.queued + self._step + own
         if self._reload:
             self._ttft += self._reload
-        self.price = price_of_work(loads.queued_s, mean_work_s, params=params)
+        self.price = price_of_work(
+            loads.queued_s, mean_work_s, params=params, busy_share=busy_share
+        )
         self._ahead = self.price * work
         cost = self._ttft + self._ahead + self._kv
         if loads.failing is not None:
@@ -173,17 +177,23 @@ class Weighing:
 
 
 def price_of_work(
-    queued_s: Sequence[float], mean_work_s: float | None, *, params: PolicyParams
+    queued_s: Sequence[float],
+    mean_work_s: float | None,
+    *,
+    params: PolicyParams,
+    busy_share: float,
 ) -> float:
-    """Returns lambda = min(mean(Q), 4 min(Q) + EMA(W)) / EMA(W); 0 while nothing queues.
+    """Returns lambda = min(mean(Q), 4 min(Q) + B EMA(W)) / EMA(W); 0 while nothing queues.
 
     The mean alone holds on to a hot prefix: a burst of siblings makes one queue long and the mean
     of own work small, and then no queue is too long to wait in while others idle. What the idlest
-    replica has queued is what really all wait for; beyond it the price is bounded.
+    replica has queued is what really all wait for; beyond it the price is at most B, how busy the
+    fleet was of late, or a tenth: work given to a replica that would idle costs others little.
     """
     if not mean_work_s:
         return 0.0
     # fsum: the order of the replicas must not show in the last digits.
     mean_s, least_s = fsum(queued_s) / len(queued_s), min(queued_s)
-    bound_s = params.idlest_weight * least_s + params.max_price * mean_work_s
+    most = max(params.idle_price, params.max_price * busy_share)
+    bound_s = params.idlest_weight * least_s + most * mean_work_s
     return min(mean_s, bound_s) / mean_work_s
