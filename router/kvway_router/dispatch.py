@@ -333,6 +333,7 @@ class Dispatcher:
             mean_work_s=self._ledger.mean_work_s,
             retry=bool(tried),
             now_s=self._ledger.now(),
+            busy_share=self._ledger.busy_share,
         )
         decision, self._policy_state = decide(self._policy, situation, self._policy_state)
         return decision
