@@ -56,10 +56,10 @@ class AdminHandlers:
     def routes(self) -> list[web.RouteDef]:
         """Returns the routes."""
         return [
-            web.get("/admin/decisions", self.list_decisions, allow_head=False),
-            web.get("/admin/decisions/{id}", self.decision, allow_head=False),
-            web.get("/admin/replicas", self.replicas, allow_head=False),
-            *(web.get(path, self.page, allow_head=False) for path in _PAGE_FILES),
+            web.get("/admin/decisions", self.list_decisions),
+            web.get("/admin/decisions/{id}", self.decision),
+            web.get("/admin/replicas", self.replicas),
+            *(web.get(path, self.page) for path in _PAGE_FILES),
         ]
 
     async def list_decisions(self, request: web.Request) -> web.Response:

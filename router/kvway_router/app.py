@@ -17,7 +17,7 @@ from kvway_core.clock import Clock, SystemClock
 from kvway_core.lifecycle import Supervisor, local_url, start_site, write_ready_file
 from kvway_core.metrics import new_registry
 from kvway_core.prompts import PromptEncoder
-from kvway_core.web import make_runner, new_app
+from kvway_core.web import HttpLimits, make_runner, new_app
 from kvway_router.admin import AdminHandlers
 from kvway_router.decisions import DecisionStore
 from kvway_router.discovery import Discovery, DnsName
@@ -160,13 +160,11 @@ class Router:
             metrics=metrics,
             model=name,
             created_s=int(clock.time()),
-            max_body_bytes=settings.max_body_bytes,
-            body_timeout_s=settings.body_timeout_s,
         )
-        self._api = _runner(api.routes(), max_body_bytes=settings.max_body_bytes)
+        self._api = _runner(api.routes(), settings.http_limits)
         admin = AdminHandlers(decisions=self.decisions, fleet=fleet)
         self._admin = _runner(
-            [*admin.routes(), *api.probes()], max_body_bytes=_MAX_ADMIN_BODY_BYTES
+            [*admin.routes(), *api.probes()], HttpLimits(max_body_bytes=_MAX_ADMIN_BODY_BYTES)
         )
         self._open = AsyncExitStack()
         self.addresses = Addresses(api="", admin="")
@@ -244,8 +242,8 @@ def _write_ready(path: Path, addresses: Addresses) -> None:
     write_ready_file(path, {"api": addresses.api, "admin": addresses.admin})
 
 
-def _runner(routes: list[web.RouteDef], *, max_body_bytes: int) -> web.AppRunner:
+def _runner(routes: list[web.RouteDef], limits: HttpLimits) -> web.AppRunner:
     app = new_app()
     app.add_routes(routes)
     app.on_response_prepare.append(add_request_id)
-    return make_runner(app, max_body_bytes=max_body_bytes)
+    return make_runner(app, limits)

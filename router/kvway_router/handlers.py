@@ -23,19 +23,14 @@ from kvway_router.replicas import ReplicaSet
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 _BREAK_OFF_S: Final = 1.0
 _GONE: Final = "The client closed the connection."
-_RETRY_LATER: Final = {"Retry-After": "1"}
 
 
 class HttpDownstream(Downstream):
     """The client's side of a request, over HTTP/1.1."""
 
-    def __init__(
-        self, request: web.Request, *, max_body_bytes: int, body_timeout_s: float
-    ) -> None:
+    def __init__(self, request: web.Request) -> None:
         """Takes the request; nothing is read or sent yet."""
         self._request = request
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
         self._response: web.StreamResponse | None = None
 
     @property
@@ -52,9 +47,7 @@ class HttpDownstream(Downstream):
 
     @override
     async def body(self) -> bytes:
-        return await read_body(
-            self._request, limit_bytes=self._max_body_bytes, timeout_s=self._body_timeout_s
-        )
+        return await read_body(self._request)
 
     @override
     async def start(self, status: int, headers: CIMultiDict[str]) -> None:
@@ -98,8 +91,6 @@ class ApiHandlers:
         metrics: What ``/metrics`` shows.
         model: Served model name.
         created_s: When the router started, Unix seconds.
-        max_body_bytes: Longest request body.
-        body_timeout_s: Time for a body to arrive.
     """
 
     def __init__(
@@ -110,8 +101,6 @@ class ApiHandlers:
         metrics: RouterMetrics,
         model: str,
         created_s: int,
-        max_body_bytes: int,
-        body_timeout_s: float,
     ) -> None:
         """Takes what the routes need."""
         self._dispatcher = dispatcher
@@ -119,15 +108,13 @@ class ApiHandlers:
         self._metrics = metrics
         self._model = model
         self._created_s = created_s
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout_s = body_timeout_s
 
     def probes(self) -> list[web.RouteDef]:
         """Returns the routes that both listeners have."""
         return [
-            web.get("/health", self.health, allow_head=False),
-            web.get("/ready", self.ready, allow_head=False),
-            web.get("/metrics", self.metrics, allow_head=False),
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/metrics", self.metrics),
         ]
 
     def routes(self) -> list[web.RouteDef]:
@@ -135,7 +122,7 @@ class ApiHandlers:
         return [
             web.post(Route.CHAT.value, self.chat),
             web.post(Route.COMPLETIONS.value, self.completions),
-            web.get("/v1/models", self.models, allow_head=False),
+            web.get("/v1/models", self.models),
             *self.probes(),
         ]
 
@@ -150,14 +137,12 @@ class ApiHandlers:
     async def _generate(self, route: Route, request: web.Request) -> web.StreamResponse:
         request_id = secrets.token_hex(16)
         request[REQUEST_ID] = request_id
-        downstream = HttpDownstream(
-            request, max_body_bytes=self._max_body_bytes, body_timeout_s=self._body_timeout_s
-        )
+        downstream = HttpDownstream(request)
         call = Call(request_id=request_id, route=route, headers=CIMultiDict(request.headers))
         try:
             await self._dispatcher.dispatch(call, downstream)
         except KvwayError as exc:  # raised only before the client was sent anything
-            return error_response(exc, headers=_RETRY_LATER if exc.http_status == 503 else None)
+            return error_response(exc)
         return downstream.response
 
     async def models(self, _request: web.Request) -> web.Response:

@@ -14,7 +14,12 @@ from typing import Final
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
 from kvway_core.tokenizing import AUTO, LIBRARIES
-from kvway_core.web import DEFAULT_MAX_BODY_BYTES
+from kvway_core.web_limits import (
+    DEFAULT_MAX_BODIES_BYTES,
+    DEFAULT_MAX_BODY_BYTES,
+    DEFAULT_MAX_CONNECTIONS,
+    HttpLimits,
+)
 from kvway_router.discovery import DnsName, ReplicaAddress
 from kvway_router.feed_source import EventsOption
 from kvway_router.index import MAX_BYTES, MIN_BYTES
@@ -24,6 +29,9 @@ _MAX_PORT: Final = 65_535
 _POSITIVE: Final = (
     "block_size",
     "max_body_bytes",
+    "max_connections",
+    "headers_timeout_s",
+    "client_stall_timeout_s",
     "max_attempts",
     "reader_threads",
     "max_replica_blocks",
@@ -86,7 +94,23 @@ class RouterSettings:
     )
     max_attempts: int = option(3, help="replicas one request is tried at, at most")
     max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, help="largest request body", unit="bytes")
+    max_bodies_bytes: int = option(
+        DEFAULT_MAX_BODIES_BYTES,
+        help="request bodies in memory, all together; beyond, requests get 503",
+        unit="bytes",
+    )
+    max_connections: int = option(
+        DEFAULT_MAX_CONNECTIONS, help="clients' connections at a time; beyond, they get 503"
+    )
+    headers_timeout_s: float = option(
+        10.0, help="time for the headers of a request to arrive", unit="seconds"
+    )
     body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")
+    client_stall_timeout_s: float = option(
+        60.0,
+        help="how long a client may take nothing of an answer before it is cut off",
+        unit="seconds",
+    )
     connect_timeout_s: float = option(1.0, help="time to connect to a replica", unit="seconds")
     read_timeout_s: float = option(
         600.0, help="longest silence of a replica before or in its answer", unit="seconds"
@@ -119,6 +143,18 @@ class RouterSettings:
         "info", help="least level that is logged", choices=("debug", "info", "warning", "error")
     )
 
+    @property
+    def http_limits(self) -> HttpLimits:
+        """What clients may take."""
+        return HttpLimits(
+            max_body_bytes=self.max_body_bytes,
+            max_bodies_bytes=self.max_bodies_bytes,
+            max_connections=self.max_connections,
+            headers_timeout_s=self.headers_timeout_s,
+            body_timeout_s=self.body_timeout_s,
+            stall_timeout_s=self.client_stall_timeout_s,
+        )
+
     def validate(self) -> Sequence[str]:
         """Returns every problem of the values as a whole."""
         return list(self._problems())
@@ -150,6 +186,11 @@ class RouterSettings:
         if not MIN_BYTES <= self.max_index_bytes <= MAX_BYTES:
             yield (
                 f"--max-index-bytes must be {MIN_BYTES} to {MAX_BYTES}, got {self.max_index_bytes}"
+            )
+        if self.max_bodies_bytes < self.max_body_bytes:
+            yield (
+                f"--max-bodies-bytes must be at least --max-body-bytes ({self.max_body_bytes}), "
+                f"got {self.max_bodies_bytes}"
             )
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:

@@ -222,7 +222,7 @@ async def serving(
     loaded = load_model(settings, model_dir, clock)
     registry = new_registry("worker", version="0")
     worker = Worker(settings, boot_id="boot", clock=clock, registry=registry)
-    runner = make_runner(build_app(worker), max_body_bytes=settings.max_body_bytes)
+    runner = make_runner(build_app(worker), settings.http_limits)
     try:
         port = await start_site(runner, "127.0.0.1", 0)
         with capture_logs() as logs:

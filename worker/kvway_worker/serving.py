@@ -77,7 +77,7 @@ async def serve(
             kv_events=None if publisher is None else publisher.info,
         )
         stack.callback(worker.executor.close)
-        runner = make_runner(build_app(worker), max_body_bytes=settings.max_body_bytes)
+        runner = make_runner(build_app(worker), settings.http_limits)
         stack.push_async_callback(_say_farewell, runner)
         port = await start_site(runner, settings.host, settings.port)
         url = local_url(settings.host, port)

@@ -10,7 +10,12 @@ from typing import Final
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
 from kvway_core.models import served_model_name
-from kvway_core.web import DEFAULT_MAX_BODY_BYTES
+from kvway_core.web_limits import (
+    DEFAULT_MAX_BODIES_BYTES,
+    DEFAULT_MAX_BODY_BYTES,
+    DEFAULT_MAX_CONNECTIONS,
+    HttpLimits,
+)
 from kvway_worker.scheduling.waiting import AGEING
 
 SIM_NUM_BLOCKS: Final = 4096
@@ -166,7 +171,23 @@ class WorkerSettings:
         0.0, help="sim: time a generated token adds to its step", unit="seconds"
     )
     max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, help="largest request body", unit="bytes")
+    max_bodies_bytes: int = option(
+        DEFAULT_MAX_BODIES_BYTES,
+        help="request bodies in memory, all together; beyond, requests get 503",
+        unit="bytes",
+    )
+    max_connections: int = option(
+        DEFAULT_MAX_CONNECTIONS, help="clients' connections at a time; beyond, they get 503"
+    )
+    headers_timeout_s: float = option(
+        10.0, help="time for the headers of a request to arrive", unit="seconds"
+    )
     body_timeout_s: float = option(30.0, help="time for a request body to arrive", unit="seconds")
+    client_stall_timeout_s: float = option(
+        60.0,
+        help="how long a client may take nothing of an answer before it is cut off",
+        unit="seconds",
+    )
     tokenizer_threads: int = option(2, help="threads that tokenize", unit="threads")
     max_tokenizing: int = option(
         256, help="requests being tokenized or waiting for it; more get 503", unit="requests"
@@ -180,6 +201,18 @@ class WorkerSettings:
     log_level: str = option(
         "info", help="least level that is logged", choices=("debug", "info", "warning", "error")
     )
+
+    @property
+    def http_limits(self) -> HttpLimits:
+        """What clients may take."""
+        return HttpLimits(
+            max_body_bytes=self.max_body_bytes,
+            max_bodies_bytes=self.max_bodies_bytes,
+            max_connections=self.max_connections,
+            headers_timeout_s=self.headers_timeout_s,
+            body_timeout_s=self.body_timeout_s,
+            stall_timeout_s=self.client_stall_timeout_s,
+        )
 
     def validate(self) -> list[str]:
         """Return every problem, one line each; empty when the settings make sense."""
@@ -226,6 +259,11 @@ class WorkerSettings:
                 for flag, given in wrong
                 if given
             ]
+        if self.max_bodies_bytes < self.max_body_bytes:
+            problems.append(
+                f"--max-bodies-bytes ({self.max_bodies_bytes}) must be at least "
+                f"--max-body-bytes ({self.max_body_bytes})"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             problems.append(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
@@ -283,6 +321,9 @@ _POSITIVE: Final = (
     "kv_events_buffer",
     "sim_prefill_tokens_per_s",
     "max_body_bytes",
+    "max_connections",
+    "headers_timeout_s",
+    "client_stall_timeout_s",
     "body_timeout_s",
     "tokenizer_threads",
     "max_tokenizing",

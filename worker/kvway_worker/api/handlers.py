@@ -35,7 +35,6 @@ from kvway_worker.api.shapes import ChatShape, CompletionShape, Head
 from kvway_worker.api.state import WORKER
 
 REQUEST_ID_HEADER: Final = "x-request-id"
-RETRY_AFTER_S: Final = "1"
 _HEALTHY: Final = frozenset({"ready", "draining"})
 
 _log = structlog.get_logger(__name__)
@@ -102,7 +101,7 @@ async def reset_prefix_cache(request: web.Request) -> web.Response:
 async def abort_requests(request: web.Request) -> web.Response:
     """POST /abort_requests: tells which of the requests were running."""
     _, engine = request.app[WORKER].loaded()
-    body = await read_request_body(request)
+    body = await read_body(request)
     request_ids = parse_abort(body).request_ids
     check_fields(body, ABORT_FIELDS)
     aborted = request.app[RUNNING].abort(request_ids, engine)
@@ -130,12 +129,10 @@ async def metrics(request: web.Request) -> web.Response:
 
 @web.middleware
 async def count_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Count each answer with an error status; tell who got a 503 when to come back."""
+    """Count each answer with an error status."""
     response = await handler(request)
     if response.status >= HTTPStatus.BAD_REQUEST:
         request.app[WORKER].metrics.http_error(response.status)
-    if response.status == HTTPStatus.SERVICE_UNAVAILABLE:
-        response.headers["Retry-After"] = RETRY_AFTER_S
     return response
 
 
@@ -150,7 +147,7 @@ async def _generate(
     worker = request.app[WORKER]
     arrival_s = worker.clock.monotonic()
     with worker.request() as (model, generator):
-        body = await read_request_body(request)
+        body = await read_body(request)
         answer_id = id_prefix + secrets.token_hex(16)
         request_id = _given_id(request, body) or answer_id
         with request.app[RUNNING].hold(request_id, answer_id) as held:
@@ -225,22 +222,9 @@ async def _convert(
 ) -> web.Response:
     worker = request.app[WORKER]
     with worker.request() as (model, _):
-        body = await read_request_body(request)
+        body = await read_body(request)
         answer = await worker.executor.run(partial(convert, body, model))
         return json_response(encode(answer))
-
-
-async def read_request_body(request: web.Request) -> bytes:
-    """Return the body of a request, within the limits of size and time.
-
-    Raises:
-        PayloadTooLarge: It is too long.
-        RequestTimeout: It did not come in time.
-    """
-    settings = request.app[WORKER].settings
-    return await read_body(
-        request, limit_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s
-    )
 
 
 def _flag(request: web.Request, name: str) -> bool:

@@ -14,9 +14,8 @@ from aiohttp import web
 from kvway_core.api import Pin, PinList, PinRequest, encode, parse_pin
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest, NotFound, RequestError
 from kvway_core.prompting import check_text_fits
-from kvway_core.web import json_response
+from kvway_core.web import json_response, read_body
 from kvway_worker.api.fields import PIN_FIELDS, check_fields
-from kvway_worker.api.handlers import read_request_body
 from kvway_worker.api.served_model import ServedModel
 from kvway_worker.api.state import WORKER, Worker
 from kvway_worker.cache.pins import PinInfo
@@ -64,7 +63,7 @@ async def create_pin(request: web.Request) -> web.Response:
             code="prefix_caching_off",
         )
     with worker.request() as (model, generator):
-        body = await read_request_body(request)
+        body = await read_body(request)
         job = await worker.executor.run(partial(read_pin, body, model, arrival_s=arrival_s))
         info = await _compute_and_pin(job, generator.engine)
         return json_response(encode(_pin(info, worker, model)))
