@@ -53,7 +53,7 @@ def error_response(error: KvwayError, *, headers: Mapping[str, str] | None = Non
     """
     response = json_response(error_body(error), status=error.http_status, headers=headers)
     if error.http_status == HTTPStatus.SERVICE_UNAVAILABLE:
-        response.headers[hdrs.RETRY_AFTER] = RETRY_AFTER_S
+        response.headers.setdefault(hdrs.RETRY_AFTER, RETRY_AFTER_S)
     if error.http_status in _CLOSING or error.code == MALFORMED_HTTP:
         response.force_close()
     return response
