@@ -26,15 +26,24 @@ def text_of(request: Received) -> str:
     return "".join(f"|{message['role']}\n{message['content']}" for message in messages)
 
 
-def work(replica: FakeReplica) -> int:
-    """Tokens that a replica had to compute: of each prompt those blocks it had not had before."""
+def first_tokens(replica: FakeReplica) -> list[int]:
+    """When each request had its first token if all came at once, in tokens computed until then.
+
+    Of each prompt a replica computes those blocks that it had not had before, one prompt after the
+    other.
+    """
     had: list[str] = []
-    total = 0
+    done: list[int] = []
     for text in map(text_of, replica.requests):
         longest = max((_num_same(text, other) for other in had), default=0)
-        total += len(text) - longest // BLOCK * BLOCK
+        done.append((done[-1] if done else 0) + len(text) - longest // BLOCK * BLOCK)
         had.append(text)
-    return total
+    return done
+
+
+def work(replica: FakeReplica) -> int:
+    """Tokens that a replica had to compute altogether."""
+    return first_tokens(replica)[-1] if replica.requests else 0
 
 
 def _num_same(one: str, other: str) -> int:
