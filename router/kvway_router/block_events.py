@@ -5,7 +5,7 @@ Of another engine see `rehash.py`; which of the two is right is known before any
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Final, Protocol, assert_never
 
 from kvway_core.blocks import BlockHash, event_hash
@@ -44,8 +44,8 @@ class BlockEvents(Protocol):
         """
         ...
 
-    def clear(self) -> None:
-        """Forgets all that the replica held."""
+    def clearing(self) -> Generator[None, None, None]:
+        """Forgets all that the replica held, with as little work between two yields."""
         ...
 
 
@@ -73,14 +73,15 @@ class OwnBlocks:
                 case BlockRemoved():
                     yield from self._remove(event)
                 case AllBlocksCleared():
-                    self._index.clear(self._replica_id)
+                    for _ in self.clearing():
+                        yield 0
                     yield 0
                 case _:
                     assert_never(event)
 
-    def clear(self) -> None:
+    def clearing(self) -> Generator[None, None, None]:
         """Forgets all that the replica held."""
-        self._index.clear(self._replica_id)
+        yield from self._index.clearing(self._replica_id)
 
     def _store(self, event: BlockStored) -> Iterator[int]:
         tier = TIERS.get(event.medium)

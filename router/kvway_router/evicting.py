@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Final
 
 from kvway_router.holding import Holding
 from kvway_router.run_tree import BLOCK_BYTES, RunTree
+
+STEP_RUNS: Final = 256
+"""Runs that are dropped at once, where that is done in steps: a millisecond or two."""
 
 
 def evict(tree: RunTree, holding: Holding, num_blocks: int) -> None:
@@ -14,6 +18,21 @@ def evict(tree: RunTree, holding: Holding, num_blocks: int) -> None:
         num = min(num_blocks, entry.count)
         tree.shrink(holding, entry.node, entry.count - num)
         num_blocks -= num
+
+
+def expiring(
+    tree: RunTree, holdings: Sequence[Holding], *, before: int
+) -> Generator[None, None, None]:
+    """Drops what was last used before a mark in time, yielding after each `STEP_RUNS` runs."""
+    num = 0
+    for holding in holdings:
+        while (entry := holding.oldest()) is not None and entry.tick < before:
+            tree.shrink(holding, entry.node, 0)
+            num += 1
+            if num % STEP_RUNS == 0:
+                tree.settle()
+                yield
+    tree.settle()
 
 
 def keep_budget(tree: RunTree, holdings: Sequence[Holding], *, max_bytes: int) -> None:

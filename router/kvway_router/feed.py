@@ -267,7 +267,7 @@ class ReplicaFeed:
                 await self._perform(self._state.resync())
         if self._down_mark is not None and now >= self._expire_s:
             held = self._index.num_blocks(self._replica_id)
-            self._index.expire(self._replica_id, before=self._down_mark)
+            await self._work(self._index.expiring(self._replica_id, before=self._down_mark))
             self._has_expired |= self._index.num_blocks(self._replica_id) < held
             self._down_mark = self._index.tick
             self._expire_s = now + self._options.stale_after_s
@@ -279,7 +279,7 @@ class ReplicaFeed:
                 case Apply(batch):
                     await self._work(self._entering(batch))
                 case Clear(reason):
-                    self._blocks.clear()
+                    await self._work(self._blocks.clearing())
                     self._note_cleared(reason)
                 case Replay(start_seq):
                     self._hang_up()

@@ -28,13 +28,13 @@ compute it, and a block that is there and not listed is found by luck.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Final
 
 from kvway_core.errors import InvariantViolated
 from kvway_router import walking
 from kvway_router.entering import enter
-from kvway_router.evicting import evict, keep_budget
+from kvway_router.evicting import evict, expiring, keep_budget
 from kvway_router.holding import Holding, Speculation, Tier
 from kvway_router.locator import MAX_NODES
 from kvway_router.roster import Roster
@@ -121,14 +121,8 @@ class BlockIndex:
         """
         if not self._roster.has_slower():
             return {}
-        host = self.match(hashes, slowest=Tier.HOST)
-        found = {}
-        for name, on_disk in self.match(hashes, slowest=Tier.DISK).items():
-            on_device = matches.get(name, 0)
-            if on_disk > on_device:
-                on_host = host.get(name, 0)
-                found[name] = (on_host - on_device, on_disk - on_host)
-        return found
+        host, disk = (self.match(hashes, slowest=tier) for tier in (Tier.HOST, Tier.DISK))
+        return walking.behind(matches, host, disk)
 
     def num_blocks(self, replica_id: str, tier: Tier = Tier.DEVICE) -> int:
         """Counts the blocks listed for a replica on a tier; 0 for one that is not known."""
@@ -225,10 +219,14 @@ class BlockIndex:
 
     def clear(self, replica_id: str) -> None:
         """Forgets all blocks of a replica on all tiers. Complexity: what it holds."""
+        for _ in self.clearing(replica_id):
+            pass
+
+    def clearing(self, replica_id: str) -> Generator[None, None, None]:
+        """Does what `clear` does in steps of some runs; what comes meanwhile stays."""
         for holding in self._roster.get(replica_id):
             holding.open.clear()
-            evict(self._tree, holding, holding.num_blocks)
-        self._tree.settle()
+        return self.expiring(replica_id, before=self.tick)
 
     def remove_replica(self, replica_id: str) -> None:
         """Forgets a replica altogether. Complexity: what it holds."""
@@ -300,10 +298,12 @@ class BlockIndex:
 
     def expire(self, replica_id: str, *, before: int) -> None:
         """Evicts what was last used before the mark `before` (a former `tick`), tails first."""
-        for holding in self._roster.get(replica_id):
-            while (entry := holding.oldest()) is not None and entry.tick < before:
-                self._tree.shrink(holding, entry.node, 0)
-        self._tree.settle()
+        for _ in self.expiring(replica_id, before=before):
+            pass
+
+    def expiring(self, replica_id: str, *, before: int) -> Generator[None, None, None]:
+        """Does what `expire` does in steps of some runs; what is used meanwhile stays."""
+        return expiring(self._tree, self._roster.get(replica_id), before=before)
 
     # -- across a restart -----------------------------------------------------------------------
 

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, assert_never
+from typing import Any, Final, assert_never
 
 import msgspec
 
@@ -48,6 +48,8 @@ _MAX_GROUPS: Final = 64
 _STEP_BLOCKS: Final = 256
 _STEP_TOKENS: Final = 4096
 """How much is entered in one step, in blocks and in tokens; one block at least."""
+_STEP_FORGOTTEN: Final = 4096
+"""How many of the engine's blocks are forgotten in one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +125,23 @@ class EngineBlocks:
                 case BlockRemoved():
                     yield from self._on_removed(event)
                 case AllBlocksCleared():
-                    self.clear()
+                    for _ in self.clearing():
+                        yield 0
                     yield 0
                 case _:
                     assert_never(event)
 
-    def clear(self) -> None:
+    def clearing(self) -> Generator[None, None, None]:
         """Forgets all that the replica held."""
-        self._blocks.clear()
-        for makers in self._makers.values():
-            makers.clear()
-        self._num_tokens = 0
         self._orphans.clear()
-        self._index.clear(self._replica_id)
+        self._num_tokens = 0
+        yield from self._index.clearing(self._replica_id)
+        books: list[dict[int, Any]] = [self._blocks, *self._makers.values()]
+        for book in books:
+            while book:
+                for _ in range(min(_STEP_FORGOTTEN, len(book))):
+                    book.popitem()
+                yield
 
     @property
     def num_blocks(self) -> int:

@@ -8,7 +8,7 @@ A replica leaves the walk where it holds no more, and the walk ends where the la
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvway_router.holding import Holding, Tier
 from kvway_router.roster import Roster
@@ -43,6 +43,24 @@ def match(tree: RunTree, roster: Roster, hashes: Sequence[int], slowest: Tier) -
     for name in roster.names_of(matching):
         matched[name] = depth
     return matched
+
+
+def behind(
+    device: Mapping[str, int], host: Mapping[str, int], disk: Mapping[str, int]
+) -> dict[str, tuple[int, int]]:
+    """Returns what is on the host, and on a disk, behind what is on the device: of who has any.
+
+    Args:
+        device: A match of devices alone.
+        host: One of hosts and devices.
+        disk: One of all tiers.
+    """
+    found = {}
+    for name, on_disk in disk.items():
+        on_device, on_host = device.get(name, 0), host.get(name, 0)
+        if on_disk > on_device:
+            found[name] = (on_host - on_device, on_disk - on_host)
+    return found
 
 
 def last_uses(tree: RunTree, holding: Holding, hashes: Sequence[int]) -> list[tuple[int, int]]:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from kvway_core.blocks import Namespace, block_hashes
-from kvway_core.events import BlockRemoved, BlockStored, EventBatch
+from kvway_core.events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvway_router import rehash
-from kvway_router.block_events import BlockEvents, OwnBlocks
+from kvway_router.block_events import BlockEvents, OwnBlocks, apply
+from kvway_router.evicting import STEP_RUNS
 from kvway_router.index import BlockIndex
 from kvway_router.rehash import EngineBlocks
 
@@ -95,3 +96,28 @@ def test_the_blocks_before_a_token_that_is_none_are_held() -> None:
     event = BlockStored(NAMES[:300], None, tokens, 16)
     assert sum(of_an_engine(index).steps(EventBatch(1.0, (event,)))) == 1
     assert index.num_blocks("a:1") == 256
+
+
+@pytest.mark.parametrize("make", [own, of_an_engine], ids=["own", "of an engine"])
+def test_a_cache_is_forgotten_in_steps_and_what_comes_meanwhile_stays(
+    make: Callable[[BlockIndex], BlockEvents],
+) -> None:
+    index = BlockIndex()
+    blocks = make(index)
+    num_runs = 3 * STEP_RUNS
+    for run in range(num_runs):
+        names: list[int | bytes] = [10 * run + place for place in range(8)]
+        told = BlockStored(names, None, array("I", [run] * 128), 16)
+        apply(blocks, EventBatch(1.0, (told,)))
+    promise = index.speculate("a:1", [2**40])
+    left = index.num_blocks("a:1")
+    for num_steps, _ in enumerate(blocks.clearing()):
+        gone, left = left - index.num_blocks("a:1"), index.num_blocks("a:1")
+        assert gone <= 8 * STEP_RUNS
+        if not num_steps:
+            index.speculate("a:1", [2**41])
+    index.confirm(promise)
+    assert list(index.blocks("a:1")) == [2**41]
+    apply(blocks, EventBatch(1.0, (BlockStored([1], None, [1] * 16, 16), AllBlocksCleared())))
+    assert index.num_blocks("a:1") == 0
+    index.check_invariants()
