@@ -159,10 +159,21 @@ def fingerprints(token_ids: Iterable[int]) -> Iterator[int]:
     return accumulate(token_ids, _mix, initial=0)
 
 
+def answer(
+    token_ids: Iterable[int], length: int, answer_ids: Sequence[int] = PRINTABLE_ASCII
+) -> list[int]:
+    """Returns the tokens with which a SimEngine answers a prompt, however it came to them."""
+    (state,) = deque(fingerprints(token_ids), maxlen=1)
+    tokens: list[int] = []
+    while len(tokens) < length:
+        tokens.append(_choose(state, answer_ids))
+        state = _mix(state, tokens[-1])
+    return tokens
+
+
 def next_token(token_ids: Iterable[int], answer_ids: Sequence[int] = PRINTABLE_ASCII) -> int:
     """Returns the token with which a SimEngine continues `token_ids`, whatever else it does."""
-    (last,) = deque(fingerprints(token_ids), maxlen=1)
-    return _choose(last, answer_ids)
+    return answer(token_ids, 1, answer_ids)[0]
 
 
 def _mix(state: int, token: int) -> int:

@@ -223,7 +223,7 @@ class _Relay:
                 await self._talk()
             await self._proxy.notify()
             await self._end()
-        except ConnectionError:
+        except OSError:
             self.reset()  # one side ended like this, so the other one does
 
     async def _talk(self) -> None:
