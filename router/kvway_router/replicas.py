@@ -300,7 +300,8 @@ class ReplicaSet:
         if engine.num_tokens is not None:
             self._set_limit(replica, engine.num_tokens)
         telemetry = engine.telemetry()
-        if telemetry is not None:
+        # A page that fails once does not take back what it said; that becomes too old by itself.
+        if telemetry is not None and (engine.tells_load or not before.tells_load):
             self._ledger.report(replica.id, telemetry, asked_s=now)
 
     def _begin_again(self, replica: Replica) -> None:
