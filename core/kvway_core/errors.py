@@ -180,15 +180,24 @@ class ReplicaRejected(ReplicaError):
 
     Attributes:
         status: What it answered.
+        retry_after_s: When it may be asked again; None if it does not say.
     """
 
     code = "replica_rejected"
     http_status = 503
     retryable = True
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 503) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int = 503,
+        retry_after_s: float | None = None,
+    ) -> None:
         super().__init__(message, param=param)
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class ReplicaFailed(ReplicaError):

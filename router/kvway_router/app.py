@@ -19,6 +19,9 @@ from kvway_core.metrics import new_registry
 from kvway_core.prompts import PromptEncoder
 from kvway_core.web import HttpLimits, make_runner, new_app
 from kvway_router.admin import AdminHandlers
+from kvway_router.admission import Admission
+from kvway_router.attempts import Attempts, Limits
+from kvway_router.chooser import Chooser
 from kvway_router.decisions import DecisionStore
 from kvway_router.discovery import Discovery, DnsName
 from kvway_router.dispatch import Dispatcher
@@ -27,6 +30,7 @@ from kvway_router.feed_source import EventsOption
 from kvway_router.fleet import Fleet, Traffic
 from kvway_router.handlers import ApiHandlers, add_request_id
 from kvway_router.index import BlockIndex
+from kvway_router.intake import Intake
 from kvway_router.ledger import Ledger
 from kvway_router.metrics import FleetCollector, RouterMetrics
 from kvway_router.policies.registry import POLICIES, first_state
@@ -75,13 +79,14 @@ class Router:
     ) -> None:
         """Puts the parts together; nothing is opened yet."""
         self._settings = settings
+        self._encoder = encoder
         self._supervisor = supervisor
         params = PolicyParams()
         policy = POLICIES[settings.policy]
         model = ServedModel(
             name=name, encoder=encoder, namespace=Namespace(name, settings.block_size)
         )
-        index = BlockIndex(
+        self.index = index = BlockIndex(
             max_blocks_per_replica=settings.max_replica_blocks,
             max_bytes=settings.max_index_bytes,
         )
@@ -95,6 +100,7 @@ class Router:
             options=ReplicaOptions(
                 interval_s=settings.probe_interval_s,
                 timeout_s=settings.probe_timeout_s,
+                slots=settings.replica_slots,
                 kv_events=tuple(map(EventsOption.parse, settings.kv_events)),
             ),
         )
@@ -115,9 +121,7 @@ class Router:
             num_threads=settings.reader_threads, max_waiting=settings.max_waiting_prompts
         )
         self._rests = RestReader()
-        self._client = ReplicaClient(
-            connect_timeout_s=settings.connect_timeout_s, read_timeout_s=settings.read_timeout_s
-        )
+        self._client = ReplicaClient(connect_timeout_s=settings.connect_timeout_s)
         traffic = Traffic()
         fleet = Fleet(
             model=name, replicas=self.replicas, index=index, ledger=ledger, traffic=traffic
@@ -126,23 +130,54 @@ class Router:
         metrics = RouterMetrics(
             new_registry("router", version=version("kvway")), reasons=policy.reasons
         )
+        self.admission = Admission(
+            room=self._room,
+            slots=lambda: sum(map(self.replicas.slots, self.replicas.ready())),
+            clock=clock,
+            max_waiting=settings.max_queued,
+            timeout_s=settings.queue_timeout_s,
+        )
+        self.replicas.on_change = self.admission.look
         self.dispatcher = Dispatcher(
-            model=model,
+            intake=Intake(
+                model=model,
+                index=index,
+                readers=self.readers,
+                parsers=self._parsers,
+                rests=self._rests,
+                max_model_len=self.max_model_len,
+                timeout_s=settings.tokenize_timeout_s,
+            ),
+            admission=self.admission,
+            chooser=Chooser(
+                policy,
+                first_state(policy, seed=secrets.randbits(64)),
+                params,
+                replicas=self.replicas,
+                index=index,
+                ledger=ledger,
+                block_size=settings.block_size,
+            ),
+            attempts=Attempts(
+                replicas=self.replicas,
+                index=index,
+                ledger=ledger,
+                rests=self._rests,
+                client=self._client,
+                limits=Limits(
+                    first_token_s=settings.first_token_timeout_s,
+                    token_s=settings.token_timeout_s,
+                ),
+                block_size=settings.block_size,
+            ),
             replicas=self.replicas,
-            index=index,
             ledger=ledger,
-            readers=self.readers,
-            parsers=self._parsers,
-            rests=self._rests,
-            client=self._client,
             trips=TripLog(
                 decisions=self.decisions, traffic=traffic, observe=metrics.observe, clock=clock
             ),
-            policy=policy,
-            policy_state=first_state(policy, seed=secrets.randbits(64)),
-            params=params,
+            block_size=settings.block_size,
             max_attempts=settings.max_attempts,
-            read_timeout_s=settings.tokenize_timeout_s,
+            timeout_s=settings.request_timeout_s,
         )
         metrics.registry.register(
             FleetCollector(
@@ -158,6 +193,7 @@ class Router:
             dispatcher=self.dispatcher,
             replicas=self.replicas,
             metrics=metrics,
+            max_model_len=self.max_model_len,
             model=name,
             created_s=int(clock.time()),
         )
@@ -168,6 +204,17 @@ class Router:
         )
         self._open = AsyncExitStack()
         self.addresses = Addresses(api="", admin="")
+
+    def max_model_len(self) -> int | None:
+        """Returns the longest context of the replicas that are ready, else the model's own."""
+        reports = [replica.report for replica in self.replicas.usable()]
+        lengths = [report.max_model_len for report in reports if report is not None]
+        return max(lengths, default=self._encoder.max_model_len)
+
+    def _room(self) -> int | None:
+        """Returns how many more requests the replicas take; None if there is none."""
+        room = sum(self.replicas.room().values())
+        return room if room or self.replicas.ready() else None
 
     async def __aenter__(self) -> Self:
         """Finds and watches replicas, and listens.

@@ -36,6 +36,12 @@ class Failures:
         self._cost_s = min(MOST_S, self.cost_s(now_s) + FAILURE_S)
         self._noted_s = now_s
 
+    def forgive(self, now_s: float, *, noted_s: float) -> None:
+        """Takes back what is left of a failure that was noted at `noted_s`."""
+        left_s = FAILURE_S * 0.5 ** ((now_s - noted_s) / HALF_LIFE_S)
+        self._cost_s = max(0.0, self.cost_s(now_s) - left_s)
+        self._noted_s = now_s
+
     def cost_s(self, now_s: float) -> float:
         """Returns what they cost now, seconds; `now_s` is not before that of the last failure."""
         if not self._cost_s:

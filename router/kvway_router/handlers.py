@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from contextlib import suppress
+from collections.abc import Callable
 from typing import Final
 
 from aiohttp import web
@@ -15,13 +15,15 @@ from kvway_core.api import ModelCard, ModelList, encode, sse
 from kvway_core.errors import ClientDisconnected, KvwayError, error_body
 from kvway_core.metrics import CONTENT_TYPE
 from kvway_core.web import error_response, json_response, read_body
-from kvway_router.dispatch import Call, Dispatcher, Downstream
+from kvway_router.call import Call, Downstream
+from kvway_router.dispatch import Dispatcher
 from kvway_router.metrics import RouterMetrics
 from kvway_router.reading import Route
 from kvway_router.replicas import ReplicaSet
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 _BREAK_OFF_S: Final = 1.0
+_MAX_RETRY_AFTER_S: Final = 5
 _GONE: Final = "The client closed the connection."
 
 
@@ -72,13 +74,17 @@ class HttpDownstream(Downstream):
             raise ClientDisconnected(_GONE) from exc
 
     @override
-    async def break_off(self, error: KvwayError, *, event_stream: bool) -> None:
-        if event_stream:
-            with suppress(ConnectionError, TimeoutError):  # it left, or it does not read
-                async with asyncio.timeout(_BREAK_OFF_S):
-                    await self.response.write(sse(error_body(error)))
+    async def break_off(self, error: KvwayError, *, as_event: bool) -> None:
         transport = self._request.transport
-        if transport is not None:
+        if transport is None:
+            return
+        try:
+            async with asyncio.timeout(_BREAK_OFF_S):
+                if as_event:
+                    await self.response.write(sse(error_body(error)))
+        except (ConnectionError, TimeoutError):
+            transport.abort()  # it left, or it does not read: what is buffered is for nobody
+        else:
             transport.close()  # before the last chunk, which would say that all is well
 
 
@@ -89,6 +95,7 @@ class ApiHandlers:
         dispatcher: Answers requests.
         replicas: Tell whether there is anyone to answer.
         metrics: What ``/metrics`` shows.
+        max_model_len: Returns the longest context there is; None if nobody says.
         model: Served model name.
         created_s: When the router started, Unix seconds.
     """
@@ -99,6 +106,7 @@ class ApiHandlers:
         dispatcher: Dispatcher,
         replicas: ReplicaSet,
         metrics: RouterMetrics,
+        max_model_len: Callable[[], int | None],
         model: str,
         created_s: int,
     ) -> None:
@@ -106,6 +114,7 @@ class ApiHandlers:
         self._dispatcher = dispatcher
         self._replicas = replicas
         self._metrics = metrics
+        self._max_model_len = max_model_len
         self._model = model
         self._created_s = created_s
 
@@ -142,7 +151,7 @@ class ApiHandlers:
         try:
             await self._dispatcher.dispatch(call, downstream)
         except KvwayError as exc:  # raised only before the client was sent anything
-            return error_response(exc)
+            return error_response(exc, headers=_retry_after() if exc.http_status == 503 else None)
         return downstream.response
 
     async def models(self, _request: web.Request) -> web.Response:
@@ -150,7 +159,7 @@ class ApiHandlers:
         card = ModelCard(
             id=self._model,
             created=self._created_s,
-            max_model_len=self._dispatcher.max_model_len(),
+            max_model_len=self._max_model_len(),
         )
         return json_response(encode(ModelList(data=[card])))
 
@@ -169,6 +178,11 @@ class ApiHandlers:
     async def metrics(self, _request: web.Request) -> web.Response:
         """``GET /metrics``, in the text format of Prometheus."""
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _retry_after() -> dict[str, str]:
+    """Returns when a refused client may come again, left to chance so that not all do at once."""
+    return {"Retry-After": str(1 + secrets.randbelow(_MAX_RETRY_AFTER_S))}
 
 
 async def add_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:

@@ -1,6 +1,6 @@
 """One attempt at one replica: send the request, stream the answer, say what went wrong.
 
-Every failure of the replica leaves here as one of four errors; nothing of the HTTP library does.
+Every failure of the replica leaves here as one of three errors; nothing of the HTTP library does.
 Whether to try another replica is not decided here (dispatch does), and the client's side of the
 connection is not touched here either, so a client that leaves can never look like a replica that
 failed.
@@ -19,14 +19,12 @@ from types import SimpleNamespace
 from typing import Final, Self, TypeAlias
 
 import aiohttp
-import msgspec
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from kvway_core.errors import (
     ConnectFailed,
-    DeadlineExceeded,
-    KvwayError,
     ProtocolError,
+    ReplicaError,
     StreamBroken,
 )
 
@@ -108,34 +106,29 @@ class ReplicaAnswer:
         """Whether the body is a stream of server-sent events."""
         return self._response.content_type == "text/event-stream"
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """Yields the body's bytes as they arrive; nothing is read ahead of a slow consumer.
+    async def read_chunk(self) -> bytes:
+        """Returns the next bytes of the body as they arrive, none at its end.
+
+        Nothing is read ahead of a slow consumer; a call that is cancelled loses nothing.
 
         Raises:
             StreamBroken: The connection ended before the body did.
             ProtocolError: The body's framing cannot be understood.
-            DeadlineExceeded: Nothing arrived for longer than the read timeout.
         """
-        body = self._response.content.iter_any()
-        while True:
-            try:
-                chunk = await anext(body, b"")
-            except _FAULTS as exc:
-                raise _meaning(exc) from exc
-            if not chunk:
-                return
-            yield chunk
+        try:
+            return await self._response.content.readany()
+        except _FAULTS as exc:
+            raise _meaning(exc) from exc
 
     async def read(self, *, limit_bytes: int) -> bytes:
         """Returns the whole body.
 
         Raises:
-            ProtocolError: It is longer than `limit_bytes`, or as for `chunks`.
-            StreamBroken: As for `chunks`.
-            DeadlineExceeded: As for `chunks`.
+            ProtocolError: It is longer than `limit_bytes`, or as for `read_chunk`.
+            StreamBroken: As for `read_chunk`.
         """
         body = bytearray()
-        async for chunk in self.chunks():
+        while chunk := await self.read_chunk():
             body += chunk
             if len(body) > limit_bytes:
                 raise ProtocolError(f"The replica's answer is longer than {limit_bytes} bytes.")
@@ -149,16 +142,14 @@ class ReplicaClient:
     admits, never by the pool.
     """
 
-    def __init__(self, *, connect_timeout_s: float, read_timeout_s: float) -> None:
-        """Sets the limits of every attempt.
+    def __init__(self, *, connect_timeout_s: float) -> None:
+        """Sets the one limit that is kept here.
 
         Args:
-            connect_timeout_s: A connection takes at most this long.
-            read_timeout_s: A replica is silent for at most this long, before its answer or in it.
+            connect_timeout_s: A connection takes at most this long. How long a replica may be
+                silent is for its caller to say, who knows what it is waiting for.
         """
-        self._timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=connect_timeout_s, sock_read=read_timeout_s
-        )
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
         self._pooled: aiohttp.ClientSession | None = None
         self._fresh: aiohttp.ClientSession | None = None
 
@@ -198,7 +189,6 @@ class ReplicaClient:
             ConnectFailed: No connection; nothing was sent.
             StreamBroken: The connection ended without an answer.
             ProtocolError: The answer's head cannot be understood.
-            DeadlineExceeded: No answer within the read timeout.
         """
         response = await self._post(url, headers=headers, body=body)
         try:
@@ -245,102 +235,10 @@ def _note_reuse() -> aiohttp.TraceConfig:
     return config
 
 
-def _meaning(exc: Exception) -> KvwayError:
+def _meaning(exc: Exception) -> ReplicaError:
     """Returns the error that one of `_FAULTS` means."""
     if isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return ConnectFailed("No connection to the replica.")
-    if isinstance(exc, aiohttp.ServerTimeoutError):
-        return DeadlineExceeded("The replica was silent for too long.")
     if isinstance(exc, _BROKEN):
         return StreamBroken("The replica closed the connection before its answer ended.")
     return ProtocolError("The replica's answer is not valid HTTP.")
-
-
-class EventData:
-    """Tells which bytes of an event stream bring data; comments, which keep it open, do not."""
-
-    def __init__(self) -> None:
-        """Starts at the beginning of a stream."""
-        self._end = b"\n"
-
-    def push(self, chunk: bytes) -> bool:
-        """Returns whether the data of an event begin in the next bytes."""
-        seen = self._end + chunk
-        self._end = seen[-5:]  # one byte less than what is looked for
-        return b"\ndata:" in seen
-
-
-class _UsageDetails(msgspec.Struct):
-    cached_tokens: int = 0
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _UsageDetails | None = None
-
-
-class _WithUsage(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-_decode_usage = msgspec.json.Decoder(_WithUsage).decode
-
-
-class CachedTokens:
-    """Finds how many prompt tokens the engine had cached, in an answer that passes by.
-
-    It reads the ``x-kvway-cached-tokens`` header, else the ``usage`` of a JSON body or of the last
-    event of a stream that has one. Of a stream it holds the last 8 KiB, of a body up to 1 MiB: in
-    a longer one nothing is found.
-    """
-
-    _TAIL_BYTES: Final = 8 * 1024
-    _BODY_BYTES: Final = 1024 * 1024
-    _MAX_DIGITS: Final = 18
-
-    def __init__(self, headers: CIMultiDict[str], *, is_event_stream: bool) -> None:
-        """Looks at the answer's `headers`."""
-        header = headers.get("x-kvway-cached-tokens", "")
-        is_count = header.isascii() and header.isdigit() and len(header) <= self._MAX_DIGITS
-        self._header = int(header) if is_count else None
-        self._is_event_stream = is_event_stream
-        self._kept = bytearray()
-        self._too_long = False
-
-    def push(self, chunk: bytes) -> None:
-        """Looks at the next bytes."""
-        if self._header is not None or self._too_long:
-            return
-        self._kept += chunk
-        if self._is_event_stream:
-            if len(self._kept) > 2 * self._TAIL_BYTES:
-                del self._kept[: -self._TAIL_BYTES]
-        elif len(self._kept) > self._BODY_BYTES:
-            self._too_long = True
-            self._kept.clear()
-
-    def value(self) -> int | None:
-        """Returns what was reported, not below 0 but as large as it may be; None for nothing."""
-        reported = self._reported()
-        return None if reported is None else max(0, reported)
-
-    def _reported(self) -> int | None:
-        if self._header is not None:
-            return self._header
-        if not self._is_event_stream:
-            return _cached_in(self._kept)
-        for line in reversed(self._kept.splitlines()):
-            if line.startswith(b"data:"):
-                cached = _cached_in(line.removeprefix(b"data:"))
-                if cached is not None:
-                    return cached
-        return None
-
-
-def _cached_in(payload: bytes | bytearray) -> int | None:
-    try:
-        usage = _decode_usage(payload).usage
-    except (msgspec.MsgspecError, RecursionError):
-        return None  # half an event at the cut, "[DONE]", or not ours to judge
-    if usage is None or usage.prompt_tokens_details is None:
-        return None
-    return usage.prompt_tokens_details.cached_tokens

@@ -44,6 +44,7 @@ class ReplicaOptions:
         timeout_s: Limit for one look.
         failures: Bad looks in a row that make a READY replica UNHEALTHY.
         successes: Good looks in a row that bring an UNHEALTHY one back.
+        slots: Requests that a replica runs at once if it does not tell.
         engine_interval_s: Time between two looks at what an engine without reports says of itself.
         feed: How KV events are read.
         kv_events: Where engines publish them that do not say it themselves.
@@ -54,6 +55,7 @@ class ReplicaOptions:
     timeout_s: float = 1.0
     failures: int = 3
     successes: int = 2
+    slots: int = 128
     engine_interval_s: float = 5.0
     feed: FeedOptions = field(default_factory=FeedOptions)
     kv_events: tuple[EventsOption, ...] = ()

@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import structlog
@@ -18,7 +19,13 @@ import zmq.asyncio
 
 from kvway_core.blocks import Namespace
 from kvway_core.clock import Clock
-from kvway_core.errors import ConnectFailed, ReplicaError
+from kvway_core.errors import (
+    ConnectFailed,
+    ReplicaError,
+    ReplicaLost,
+    ReplicaRejected,
+    StreamBroken,
+)
 from kvway_router.discovery import ReplicaAddress
 from kvway_router.engine_report import EngineReport
 from kvway_router.feed import ReplicaFeed
@@ -29,11 +36,15 @@ from kvway_router.ledger import Ledger
 from kvway_router.loads import Loads
 from kvway_router.probe import Bad, Good, Prober
 from kvway_router.replica import Replica, ReplicaOptions, ReplicaState
+from kvway_router.rotation import Outcome, Rotation
 from kvway_router.snapshots import Snapshot
 from kvway_router.telemetry import Telemetry
 
 INDEX_SLACK: Final = 1.5
 """Blocks listed for a replica, in units of what it can hold: too few is ruinous, more is not."""
+
+CONFIRM_S: Final = 0.5
+"""How long a request whose connection broke waits to hear whether its replica is there."""
 
 _log = structlog.get_logger(__name__)
 
@@ -41,14 +52,41 @@ _log = structlog.get_logger(__name__)
 class _Member:
     """A replica and what watches it."""
 
-    __slots__ = ("asked_engine_s", "engine", "look_now", "replica", "task")
+    __slots__ = (
+        "asked_engine_s",
+        "engine",
+        "look_now",
+        "num_begun",
+        "num_ended",
+        "replica",
+        "task",
+        "waiting",
+    )
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.look_now = asyncio.Event()
+        self.num_begun = 0
+        self.num_ended = 0
+        self.waiting: set[Place] = set()
         self.task: asyncio.Task[None] | None = None
         self.engine = EngineReport()
         self.asked_engine_s = -math.inf
+
+
+class Place:
+    """A request at a replica, while it waits for its answer."""
+
+    __slots__ = ("_member", "tell_loss")
+
+    def __init__(self, member: _Member, tell_loss: Callable[[ReplicaLost], None]) -> None:
+        self._member = member
+        self.tell_loss = tell_loss
+        member.waiting.add(self)
+
+    def has_answered(self) -> None:
+        """The answer has begun: what becomes of it shows in its tokens."""
+        self._member.waiting.discard(self)
 
 
 class ReplicaSet:
@@ -85,6 +123,9 @@ class ReplicaSet:
         self._block_size = block_size
         self._options = options or ReplicaOptions()
         self._rng = rng or random.Random()  # noqa: S311 - spreads probes, keeps no secret
+        self.rotation = Rotation(clock, self._rng)
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after each look at a replica: what can be sent where may have changed."""
         self._feeds = ReplicaFeeds(
             index=index,
             clock=clock,
@@ -108,20 +149,38 @@ class ReplicaSet:
         member = self._members.get(replica_id)
         return member.replica if member else None
 
+    def ready(self) -> list[str]:
+        """Returns the replicas that say that they take requests, and answer."""
+        members = self._members.values()
+        return [m.replica.id for m in members if m.replica.state is ReplicaState.READY]
+
     def usable(self, *, exclude: Collection[str] = ()) -> list[Replica]:
         """Returns the replicas that can take a request, without those named."""
-        return [
-            replica
-            for replica in self.all()
-            if replica.state is ReplicaState.READY and replica.id not in exclude
-        ]
+        admitted = self.rotation.admitted(self.ready(), num_replicas=len(self._members))
+        return [self._members[name].replica for name in admitted if name not in exclude]
+
+    def slots(self, replica_id: str) -> int:
+        """Returns how many requests a replica runs at once."""
+        report = self._members[replica_id].replica.report
+        return report.max_num_seqs if report and report.max_num_seqs else self._options.slots
+
+    def room(self) -> dict[str, int]:
+        """Returns the usable replicas that have room for more requests, and for how many."""
+        return self.rotation.room(
+            [replica.id for replica in self.usable()],
+            slots=self.slots,
+            in_flight=self._ledger.num_in_flight,
+        )
 
     def loads(self, *, exclude: Collection[str] = ()) -> Loads:
-        """Returns the load of each usable replica now: the candidates for `policy.choose`."""
-        return self._ledger.loads(
-            (replica.id, self._index.num_blocks(replica.id))
-            for replica in self.usable(exclude=exclude)
-        )
+        """Returns the loads now of the candidates for `policy.choose`.
+
+        These are the usable replicas that have room; if there are none, all that are usable.
+        """
+        names = [name for name in self.room() if name not in exclude]
+        if not names:
+            names = [replica.id for replica in self.usable(exclude=exclude)]
+        return self._ledger.loads((name, self._index.num_blocks(name)) for name in names)
 
     def is_fed(self, replica_id: str) -> bool:
         """Tells whether KV events keep the index true to a replica now."""
@@ -170,18 +229,50 @@ class ReplicaSet:
         if boot_id is not None and saved is not None and saved.next_seq is not None:
             self._feeds.resume(replica.id, FeedPosition(boot_id, saved.next_seq))
 
-    def report_failure(self, replica_id: str, error: ReplicaError) -> None:
+    @contextmanager
+    def at(self, replica_id: str, *, tell_loss: Callable[[ReplicaLost], None]) -> Iterator[Place]:
+        """Notes that a request is at a replica while the context is open.
+
+        Args:
+            replica_id: The replica; one of the set.
+            tell_loss: Called if it is out of service before its answer has begun.
+        """
+        place = Place(self._members[replica_id], tell_loss)
+        try:
+            with self.rotation.at(replica_id):
+                yield place
+        finally:
+            place.has_answered()
+
+    def record(self, replica_id: str, outcome: Outcome) -> None:
+        """Takes in what a request that has ended says of its replica."""
+        self.rotation.record(replica_id, outcome, ready=self.ready())
+
+    async def report_failure(self, replica_id: str, error: ReplicaError) -> bool:
         """Takes in that a request failed at a replica.
 
         One failed connect makes it UNHEALTHY at once. Any other failure may be the request's own:
-        it only has the replica looked at now instead of at the next interval.
+        it has the replica looked at now instead of at the next interval, and where the connection
+        broke that look is waited for.
+
+        Returns:
+            Whether the replica is out of service, or another process by now.
         """
         member = self._members.get(replica_id)
         if member is None:
-            return
+            return True
+        replica, boot_id = member.replica, member.replica.boot_id
         if isinstance(error, ConnectFailed):
             self._note_bad(member, error.message, hard=True)
+        if isinstance(error, ReplicaRejected) and error.retry_after_s is not None:
+            self.rotation.pause(replica_id, error.retry_after_s)
+        num_begun = member.num_begun
         member.look_now.set()
+        if isinstance(error, StreamBroken):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CONFIRM_S):
+                    await self.wait_for(lambda: member.num_ended > num_begun)
+        return replica.state is ReplicaState.UNHEALTHY or replica.boot_id != boot_id
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition on the replicas holds; it is tried after each look at one."""
@@ -233,24 +324,31 @@ class ReplicaSet:
         async with asyncio.TaskGroup() as group:
             while True:
                 member.look_now.clear()
+                member.num_begun += 1
                 asked_s = self._clock.monotonic()
                 answer = await prober.probe(member.replica.url)
                 if isinstance(answer, Bad):
                     self._note_bad(member, answer.error, hard=answer.refused)
+                    self._note_silence(member)
                 else:
                     self._note_good(member, answer, asked_s=asked_s)
                     if answer.report is None:
                         await self._ask_engine(member, prober)
                     self._feeds.follow(member.replica, group=group, context=context)
+                member.num_ended = member.num_begun
                 async with self._changed:
                     self._changed.notify_all()
-                await self._pause(member)
+                self.on_change()
+                await self._pause(member, took_s=self._clock.monotonic() - asked_s)
 
-    async def _pause(self, member: _Member) -> None:
-        """Waits for the next look, or for a request that failed."""
+    async def _pause(self, member: _Member, *, took_s: float = 0.0) -> None:
+        """Waits for the next look, or for a request that failed.
+
+        A look that took long shortens the pause: one that froze is found in three looks' time.
+        """
         jitter = self._options.jitter * self._rng.uniform(-1.0, 1.0)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._options.interval_s * (1.0 + jitter)):
+            async with asyncio.timeout(self._options.interval_s * (1.0 + jitter) - took_s):
                 await member.look_now.wait()
 
     def _note_good(self, member: _Member, answer: Good, *, asked_s: float) -> None:
@@ -271,7 +369,7 @@ class ReplicaSet:
             _log.warning("replica_without_report", replica=replica.id, reason=answer.no_report)
         replica.no_report = answer.no_report
         replica.on_good(report, problem=problem)
-        _log_change(replica, was=was)
+        self._note_change(replica, was=was)
 
     def _note_bad(self, member: _Member, error: str, *, hard: bool) -> None:
         replica = member.replica
@@ -282,6 +380,22 @@ class ReplicaSet:
             self._index.clear(replica.id)
             self._feeds.stop(replica.id)
             member.engine, member.asked_engine_s = EngineReport(), -math.inf
+        self._note_change(replica, was=was)
+
+    def _note_silence(self, member: _Member) -> None:
+        """Lets go who waits for an answer of one that does not even answer a look any more."""
+        if member.replica.state is ReplicaState.UNHEALTHY:
+            for place in list(member.waiting):
+                place.tell_loss(ReplicaLost("The replica went out of service."))
+
+    def _note_change(self, replica: Replica, *, was: ReplicaState) -> None:
+        now = replica.state
+        if now is was:
+            return
+        if now is ReplicaState.READY:
+            self.rotation.returned(replica.id)
+        elif was is ReplicaState.READY and now is ReplicaState.UNHEALTHY:
+            self.rotation.lost(replica.id)
         _log_change(replica, was=was)
 
     async def _ask_engine(self, member: _Member, prober: Prober) -> None:
@@ -309,6 +423,7 @@ class ReplicaSet:
         _log.info("replica_restarted", replica=replica.id)
         self._index.clear(replica.id)
         self._ledger.forget(replica.id)
+        self.rotation.restarted(replica.id)
         self._feeds.stop(replica.id)
 
     def _set_limit(self, replica: Replica, num_tokens: int) -> None:
@@ -324,12 +439,11 @@ class ReplicaSet:
             member.task.cancel()
         self._index.remove_replica(replica_id)
         self._ledger.forget(replica_id)
+        self.rotation.forget(replica_id)
         _log.info("replica_removed", replica=replica_id)
 
 
 def _log_change(replica: Replica, *, was: ReplicaState) -> None:
-    if replica.state is was:
-        return
     log = _log.warning if replica.state is ReplicaState.UNHEALTHY else _log.info
     log(
         "replica_state_changed",

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from kvway_core.errors import ShuttingDown
+from kvway_router.cut import Cut
 
 
 class RunningRequests:
@@ -15,7 +16,7 @@ class RunningRequests:
     def __init__(self) -> None:
         """Starts with nothing that runs."""
         self._num_running = 0
-        self._scopes: set[asyncio.Timeout] = set()
+        self._cuts: set[Cut] = set()
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -43,7 +44,7 @@ class RunningRequests:
                 self._idle.set()
 
     @asynccontextmanager
-    async def breakable(self) -> AsyncIterator[None]:
+    async def breakable(self) -> AsyncIterator[Cut]:
         """Runs the part of a request that may be broken off.
 
         Raises:
@@ -51,17 +52,12 @@ class RunningRequests:
         """
         if self._draining:
             raise ShuttingDown("The server is shutting down and takes no new requests.")
-        scope = asyncio.timeout(None)
-        self._scopes.add(scope)
-        try:
-            async with scope:
-                yield
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise ShuttingDown("The server shut down before the answer was complete.") from None
-        finally:
-            self._scopes.discard(scope)
+        async with Cut() as cut:
+            self._cuts.add(cut)
+            try:
+                yield cut
+            finally:
+                self._cuts.discard(cut)
 
     def start_draining(self) -> None:
         """Takes nothing new from now on."""
@@ -74,9 +70,8 @@ class RunningRequests:
             async with asyncio.timeout(timeout_s):
                 await self.wait_idle()
         except TimeoutError:
-            now = asyncio.get_running_loop().time()
-            for scope in tuple(self._scopes):
-                scope.reschedule(now)
+            for cut in tuple(self._cuts):
+                cut.cut(ShuttingDown("The server shut down before the answer was complete."))
             await self.wait_idle()
 
     async def wait_idle(self) -> None:

@@ -38,11 +38,31 @@ _POSITIVE: Final = (
     "body_timeout_s",
     "tokenize_timeout_s",
     "connect_timeout_s",
-    "read_timeout_s",
+    "request_timeout_s",
+    "first_token_timeout_s",
+    "token_timeout_s",
+    "replica_slots",
+    "queue_timeout_s",
     "probe_interval_s",
     "probe_timeout_s",
 )
-_NOT_NEGATIVE: Final = ("max_waiting_prompts", "max_decisions", "drain_timeout_s")
+_NOT_NEGATIVE: Final = (
+    "max_waiting_prompts",
+    "max_queued",
+    "max_decisions",
+    "lame_duck_s",
+    "drain_timeout_s",
+)
+_MOST: Final = {
+    "request_timeout_s": 1800.0,
+    "first_token_timeout_s": 1800.0,
+    "token_timeout_s": 1800.0,
+    "queue_timeout_s": 600.0,
+    "lame_duck_s": 300.0,
+    "drain_timeout_s": 1800.0,
+    "max_queued": 65_536,
+    "replica_slots": 65_536,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +132,27 @@ class RouterSettings:
         unit="seconds",
     )
     connect_timeout_s: float = option(1.0, help="time to connect to a replica", unit="seconds")
-    read_timeout_s: float = option(
-        600.0, help="longest silence of a replica before or in its answer", unit="seconds"
+    request_timeout_s: float = option(
+        600.0,
+        help="time of a request from its arrival to its end; a client may ask for less",
+        unit="seconds",
+    )
+    first_token_timeout_s: float = option(
+        120.0, help="longest wait for the first token of a stream", unit="seconds"
+    )
+    token_timeout_s: float = option(
+        30.0, help="longest silence of a replica between two tokens of a stream", unit="seconds"
+    )
+    replica_slots: int = option(
+        128, help="requests that a replica runs at once if it does not tell", unit="requests"
+    )
+    max_queued: int = option(
+        256,
+        help="requests that wait for a replica with room, at most; beyond, requests get 503",
+        unit="requests",
+    )
+    queue_timeout_s: float = option(
+        10.0, help="longest wait for a replica with room", unit="seconds"
     )
     probe_interval_s: float = option(
         1.0, help="time between two probes of a replica", unit="seconds"
@@ -136,8 +175,13 @@ class RouterSettings:
         unit="seconds",
     )
     max_decisions: int = option(1000, help="decisions that are remembered", unit="records")
+    lame_duck_s: float = option(
+        0.0,
+        help="time after SIGTERM in which requests are still taken while /ready says 503",
+        unit="seconds",
+    )
     drain_timeout_s: float = option(
-        30.0, help="time that running requests have to end after SIGTERM", unit="seconds"
+        30.0, help="time that running requests have to end after that", unit="seconds"
     )
     log_level: str = option(
         "info", help="least level that is logged", choices=("debug", "info", "warning", "error")
@@ -173,6 +217,9 @@ class RouterSettings:
         if self.policy not in POLICIES:
             yield f"--policy {self.policy!r} is not one of {', '.join(POLICIES)}"
         yield from self._number_problems()
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                yield f"{_flag(name)} must be {most:g} at most, got {getattr(self, name)}"
 
     def _number_problems(self) -> Iterator[str]:
         for name in ("port", "admin_port"):

@@ -21,6 +21,7 @@ from kvway_router.decisions import AttemptRecord, DecisionRecord, DecisionStore
 from kvway_router.fleet import Traffic
 from kvway_router.policy import Decision
 from kvway_router.reading import Reading, ReadRequest, Route
+from kvway_router.retry import Refusal
 
 REQUEST_FINISHED: Final = "request_finished"
 
@@ -32,6 +33,9 @@ class Trip:
 
     Attributes:
         is_event_stream: Whether the answer is a stream of events, once there is one.
+        arrived_s: When it came, by the monotonic clock.
+        queued_s: How long it waited for a replica with room; None before it was chosen for.
+        refusal: Why it was not tried again, if that was so.
         ttft_s: From arrival to the first byte of the answer, of a stream to its first data; None
             before it.
         prompt_read: How far the first prompt was read before the choice: "whole", "front", or
@@ -53,6 +57,8 @@ class Trip:
         self.finish = "running"
         self.error: str | None = None
         self.read_s: float | None = None
+        self.queued_s: float | None = None
+        self.refusal: Refusal | None = None
         self.prompt_read: str | None = None
         self.ttft_s: float | None = None
         self.rest_pending = False
@@ -60,14 +66,14 @@ class Trip:
         self._reported_tokens: int | None = None
         self._clock = clock
         self._decisions = decisions
-        self._arrived_s = clock.monotonic()
+        self.arrived_s = clock.monotonic()
         self._arrived_unix_s = clock.time()
         self._block_size = 0
 
     @property
     def elapsed_s(self) -> float:
         """Time since arrival."""
-        return self._clock.monotonic() - self._arrived_s
+        return self._clock.monotonic() - self.arrived_s
 
     @property
     def cached_tokens(self) -> int | None:
@@ -97,6 +103,10 @@ class Trip:
         )
         self.read_s = self.elapsed_s
         self._block_size = block_size
+
+    def admitted(self) -> None:
+        """It has waited for a replica with room."""
+        self.queued_s = self.elapsed_s - (self.read_s or 0.0)
 
     def chose(self, decision: Decision) -> None:
         """A replica was chosen: the first record, or a newer one after a failed attempt."""
@@ -288,12 +298,14 @@ def _log_line(trip: Trip) -> None:
             "prompt_tokens": request.num_tokens,
             "prompt_read": trip.prompt_read,
             "read_s": None if trip.read_s is None else round(trip.read_s, 4),
+            "queued_s": None if trip.queued_s is None else round(trip.queued_s, 4),
         }
     if record is not None:
         fields |= {
             "replica": record.replica_id,
             "reason": record.reason,
             "attempts": len(record.attempts),
+            "retry_refused": None if trip.refusal is None else trip.refusal.value,
             "matched_tokens": record.matched_tokens,
             "cached_tokens": trip.cached_tokens,
             "predicted_ttft_s": round(record.predicted_ttft_s, 4),

@@ -200,7 +200,7 @@ async def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers(
 async def test_the_context_of_the_replicas_counts(start_bench: StartBench) -> None:
     bench = await start_bench(1)
     bench.replica.pages["/load"] = (200, bench.replica.load(max_model_len=100))
-    await bench.router.replicas.wait_for(lambda: bench.router.dispatcher.max_model_len() == 100)
+    await bench.router.replicas.wait_for(lambda: bench.router.max_model_len() == 100)
     status, _, body = await bench.chat("x" * 99)
     assert status == 400
     assert "100" in body["error"]["message"]
@@ -273,7 +273,7 @@ async def test_a_refused_connection_takes_the_replica_out(start_bench: StartBenc
 async def test_attempts_are_bounded(start_bench: StartBench) -> None:
     bench = await start_bench(4, max_attempts=3)
     for replica in bench.replicas:
-        replica.answer = BROKEN
+        replica.answer = Answer(raw=b"junk\r\n\r\n")
     status, _, _ = await bench.chat()
     assert status == 502
     assert sorted(len(replica.requests) for replica in bench.replicas) == [0, 1, 1, 1]
@@ -302,14 +302,14 @@ async def test_a_refused_prompt_is_neither_held_nor_traffic(start_bench: StartBe
 
 
 @pytest.mark.parametrize("status", [500, 504])
-async def test_a_request_that_failed_at_work_is_not_tried_elsewhere(
+async def test_a_request_that_failed_at_work_is_tried_elsewhere_once(
     start_bench: StartBench, status: int
 ) -> None:
-    bench = await start_bench(2)
+    bench = await start_bench(3)
     for replica in bench.replicas:
         replica.answer = Answer(status=status, body=b'{"error":"broken"}')
     assert (await bench.chat())[::2] == (status, {"error": "broken"})
-    assert sum(len(replica.requests) for replica in bench.replicas) == 1
+    assert sum(len(replica.requests) for replica in bench.replicas) == 2
 
 
 @pytest.mark.parametrize(
@@ -328,14 +328,14 @@ async def test_what_a_replica_says_it_had_cached_is_bounded(
 
 
 async def test_silence_is_not_tried_elsewhere(start_bench: StartBench) -> None:
-    bench = await start_bench(2, read_timeout_s=0.05)
+    bench = await start_bench(2, first_token_timeout_s=0.05)
     for replica in bench.replicas:
         replica.answer = Answer(hold_head=True)
-    status, _, body = await bench.chat()
-    assert (status, body["error"]["code"]) == (504, "deadline_exceeded")
+    status, _, body = await bench.chat(stream=True)
+    assert (status, body["error"]["code"]) == (504, "first_token_timeout")
     listed = await bench.get(bench.admin("/admin/decisions"))
     record = await bench.get(bench.admin(f"/admin/decisions/{listed['decisions'][0]['id']}"))
-    assert [attempt["error"] for attempt in record["attempts"]] == ["deadline_exceeded"]
+    assert [attempt["error"] for attempt in record["attempts"]] == ["first_token_timeout"]
     assert sum(len(replica.requests) for replica in bench.replicas) == 1
 
 
@@ -519,7 +519,8 @@ async def test_comments_that_keep_a_stream_open_are_no_first_token(bench: Bench)
     await bench.replica.wait_for(lambda: bench.replica.probes["/load"] > seen + 1)
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
     rates = []
-    for text, events in ((RIVERS, b": ping\n\n: ping\n\n"), (PEAKS, b"data: {}\n\n")):
+    ping, done = b": ping\n\n: ping\n\n", b"data: {}\n\ndata: [DONE]\n\n"
+    for text, events in ((RIVERS, ping), (PEAKS, done)):
         bench.replica.answer = Answer(raw=head + events)
         await bench.chat(text, stream=True)
         view = await bench.get(bench.admin("/admin/replicas"))

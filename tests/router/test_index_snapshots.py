@@ -215,7 +215,7 @@ async def next_router(bench: Bench, encoder: PromptEncoder) -> AsyncIterator[Rou
 
 
 def num_held(router: Router, replica: FakeReplica) -> int:
-    return router.dispatcher._index.num_blocks(replica.replica_id)
+    return router.index.num_blocks(replica.replica_id)
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ async def test_a_snapshot_is_written_again_and_again(stopped: Bench, tmp_path: P
     path = tmp_path / "again"
     keeper = SnapshotKeeper(
         path,
-        index=stopped.router.dispatcher._index,
+        index=stopped.router.index,
         replicas=stopped.router.replicas,
         interval_s=0.001,
     )
@@ -286,7 +286,7 @@ async def test_a_snapshot_that_cannot_be_written_does_not_end_the_keeper(
         await replicas.wait_for(lambda: replicas.is_fed(name))
         state, replica = replicas.feeds(name)[0]._state, replicas.get(name)
         assert replica is not None
-        index = bench.router.dispatcher._index
+        index = bench.router.index
         path = tmp_path / "index.snapshot"
         with capture_logs() as logs:
             await SnapshotKeeper(
@@ -330,7 +330,7 @@ async def test_feeds_go_on_from_a_snapshot(
         asked = len(worker.replays)
         await worker.publish(stored(14, parent=13), lost=True)
         async with next_router(bench, encoder) as router:
-            index = router.dispatcher._index
+            index = router.index
             await router.replicas.wait_for(lambda: index.num_blocks(name) == 4)
             assert index.match([11, 12, 13, 14]) == {name: 4}
             assert 0 not in worker.replays[asked:]

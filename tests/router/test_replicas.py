@@ -247,7 +247,7 @@ async def test_an_answer_without_end_is_not_read_to_its_end() -> None:
 async def test_one_failed_connect_of_a_request_is_enough(replica: FakeReplica) -> None:
     async with watching(replica, options=SLOW) as fleet:
         await fleet.reaches(replica, READY)
-        fleet.set.report_failure(replica.replica_id, ConnectFailed("refused"))
+        await fleet.set.report_failure(replica.replica_id, ConnectFailed("refused"))
         assert fleet.state(replica) is UNHEALTHY
         assert not fleet.set.loads()
         # It was looked at at once, and that was one good look of the two that it takes.
@@ -258,11 +258,11 @@ async def test_one_failed_connect_of_a_request_is_enough(replica: FakeReplica) -
 async def test_a_broken_stream_only_has_it_looked_at(replica: FakeReplica) -> None:
     async with watching(replica, options=SLOW) as fleet:
         await fleet.reaches(replica, READY)
-        fleet.set.report_failure(replica.replica_id, StreamBroken("reset"))
+        await fleet.set.report_failure(replica.replica_id, StreamBroken("reset"))
         assert fleet.state(replica) is READY
         await fleet.set.wait_for(lambda: replica.probes["/load"] == 2)
         assert fleet.state(replica) is READY
-        fleet.set.report_failure("unknown:1", ConnectFailed("refused"))
+        await fleet.set.report_failure("unknown:1", ConnectFailed("refused"))
 
 
 async def test_a_worker_that_is_gone_and_back_is_used_again(replica: FakeReplica) -> None:

@@ -294,8 +294,7 @@ def start_roomy(start_bench: StartBench) -> StartBench:
             room = {"free": 20_000, "cached": 0, "total": 20_000}
             report = replica.load(max_model_len=1_000_000, blocks=room)
             replica.pages["/load"] = (200, report)
-        dispatcher = bench.router.dispatcher
-        await bench.router.replicas.wait_for(lambda: dispatcher.max_model_len() == 1_000_000)
+        await bench.router.replicas.wait_for(lambda: bench.router.max_model_len() == 1_000_000)
         return bench
 
     return start
@@ -396,7 +395,7 @@ async def test_a_replica_that_left_is_not_listed_again(
     bench.router.replicas.set_replicas([])
     gate.open.set()
     await until(bench, headers, lambda record: record["prompt_tokens_exact"])
-    assert bench.router.dispatcher._index.num_blocks(bench.replica.replica_id) == 0
+    assert bench.router.index.num_blocks(bench.replica.replica_id) == 0
 
 
 async def test_a_replica_that_started_anew_is_not_listed_what_the_one_before_had(
@@ -413,7 +412,7 @@ async def test_a_replica_that_started_anew_is_not_listed_what_the_one_before_had
     await bench.router.replicas.wait_for(lambda: watched.boot_id == "boot-2")
     gate.open.set()
     await until(bench, headers, lambda record: record["prompt_tokens_exact"])
-    assert bench.router.dispatcher._index.num_blocks(replica.replica_id) == 0
+    assert bench.router.index.num_blocks(replica.replica_id) == 0
 
 
 async def busy(bench: Bench) -> None:
@@ -491,10 +490,10 @@ async def test_what_is_read_between_the_choice_and_the_charge_is_counted_too(
     bench = await start_roomy(1, tokenize_timeout_s=0.05)
     await busy(bench)
     dispatcher, readings = bench.router.dispatcher, list[Reading]()
-    read, choose = dispatcher._read, dispatcher._choose
+    read, choose = dispatcher._intake.read, dispatcher._chooser.choose
 
-    async def read_and_keep(*args: Any) -> Reading:
-        readings.append(await read(*args))
+    async def read_and_keep(*args: Any, **named: Any) -> Reading:
+        readings.append(await read(*args, **named))
         return readings[0]
 
     def choose_and_publish(*args: Any, **named: Any) -> Any:
@@ -503,8 +502,8 @@ async def test_what_is_read_between_the_choice_and_the_charge_is_counted_too(
         readings[0].finish()
         return decision
 
-    monkeypatch.setattr(dispatcher, "_read", read_and_keep)
-    monkeypatch.setattr(dispatcher, "_choose", choose_and_publish)
+    monkeypatch.setattr(dispatcher._intake, "read", read_and_keep)
+    monkeypatch.setattr(dispatcher._chooser, "choose", choose_and_publish)
     gate = Gate(encoder)
     bench.replica.script(Answer(hold_head=True))
     text = PAGE * 1500
