@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade chaos
 
 help: ## Show what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +52,9 @@ wheel: setup ## Build the wheel into dist/
 
 clean: ## Remove everything that these targets made
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
+
+chaos: setup ## Hurt a fleet of sim workers under load and compare the books; ARGS="--seed 1" for one again
+	@$(BIN)/python -m loadtests.chaos $(ARGS)
 
 bench-ttft: setup ## Measure warm against cold time to first token; ARGS="--pairs 20" for more
 	@$(BIN)/python -m loadtests.bench_ttft $(ARGS)
