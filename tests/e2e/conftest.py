@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvway_core.clock import SystemClock
+from kvway_core.clock import Clock, SystemClock
 from kvway_core.lifecycle import Supervisor
 from kvway_core.prompts import PromptEncoder
 from kvway_core.testing.fake_replica import FakeReplica
@@ -48,7 +48,7 @@ async def start_routers(byte_model: Path) -> AsyncIterator[StartRouters]:
 
         async def start(
             num_replicas: int, num_routers: int = 1, *, load: dict[str, Any] | None = None,
-            **options: Any,
+            metrics: bytes | None = None, clock: Clock | None = None, **options: Any,
         ) -> list[Bench]:  # fmt: skip
             replicas = [
                 await stack.enter_async_context(FakeReplica(model=MODEL, answer=PLAIN))
@@ -57,6 +57,9 @@ async def start_routers(byte_model: Path) -> AsyncIterator[StartRouters]:
             for replica in replicas:
                 # Something waits, so no report says that what the test holds back is computed.
                 replica.pages["/load"] = (200, replica.load(**(load or {"num_waiting": 1})))
+                if metrics is not None:  # another engine
+                    del replica.pages["/load"]
+                    replica.pages["/metrics"] = (200, metrics)
             supervisor = await stack.enter_async_context(Supervisor())
             client = await stack.enter_async_context(aiohttp.ClientSession())
             benches = []
@@ -68,7 +71,7 @@ async def start_routers(byte_model: Path) -> AsyncIterator[StartRouters]:
                 )
                 router = Router(
                     settings, name=MODEL, encoder=encoder, supervisor=supervisor,
-                    clock=SystemClock(),
+                    clock=clock or SystemClock(),
                 )  # fmt: skip
                 await stack.enter_async_context(router)
                 await all_usable(router, num_replicas)

@@ -80,8 +80,9 @@ class FakeReplica:
     Attributes:
         requests: Completion requests, in the order of their arrival.
         probes: How often each other path (``/load``, ``/health``, ...) was asked for.
-        pages: What the other paths answer: a status and a JSON value. Change it at will; a
-            missing path answers 404. None as the status closes the connection without a byte.
+        pages: What the other paths answer: a status and a JSON value, or bytes that are sent as
+            they are. Change it at will; a missing path answers 404. None as the status closes the
+            connection without a byte.
     """
 
     def __init__(self, *, model: str = "test-model", answer: Answer | None = None) -> None:
@@ -231,7 +232,8 @@ class FakeReplica:
         status, page = self.pages.get(request.path, (404, {"error": {"message": "not found"}}))
         if status is None:
             return False
-        writer.write(_response(status, msgspec.json.encode(page), {}))
+        body = page if isinstance(page, bytes) else msgspec.json.encode(page)
+        writer.write(_response(status, body, {}))
         await writer.drain()
         return True
 
