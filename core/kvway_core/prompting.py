@@ -15,6 +15,7 @@ class TokenReader:
 
     done = True
     head = ""
+    text: str | None = None
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self.token_ids = token_ids
@@ -36,6 +37,9 @@ class TokenReader:
 
 class EndReader:
     """The last tokens of a text; read like a text (`TextReader`), but there only once it ends."""
+
+    text: str | None = None
+    """It is no text from the front that the tokens are of."""
 
     def __init__(self, reader: TextReader, *, keep: int) -> None:
         self._reader = reader

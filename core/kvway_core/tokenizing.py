@@ -224,6 +224,11 @@ class TextReader:
         self._look()
 
     @property
+    def text(self) -> str:
+        """The whole text."""
+        return self._text
+
+    @property
     def head(self) -> str:
         """The first characters of the text, what a router can place it by in need."""
         return self._text[:_HEAD_CHARS]

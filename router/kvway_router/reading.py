@@ -160,6 +160,7 @@ class Reading:
         front_done: Whether the first prompt was read to its end.
         overdue: Set when its time is up: then `advance` ends soon, and it is routed as it is.
         piece_keys: What names the beginnings of the first prompt, the one that comes next as well.
+        parsed: The request as it was decoded; None before `parse`.
 
     Args:
         body: As for `read_request`, like the other arguments.
@@ -195,6 +196,7 @@ class Reading:
         self.front_done = False
         self.overdue = False
         self.piece_keys: Sequence[int] = ()
+        self.parsed: ChatRequest | CompletionRequest | None = None
 
     @property
     def done(self) -> bool:
@@ -205,6 +207,11 @@ class Reading:
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt, about so many while it is not read; 0 before `parse`."""
         return max((prompt.num_tokens for prompt in self._prompts), default=0)
+
+    @property
+    def prompt_text(self) -> str | None:
+        """The first prompt as text; None before `parse`, and if it is given as tokens or cut."""
+        return self._prompts[0].text if self._prompts else None
 
     @property
     def next_key(self) -> int | None:
@@ -247,6 +254,7 @@ class Reading:
                 sticky_key=sticky_key(self._sticky or parsed.prompt_cache_key),
             )
             self.piece_keys = tuple(first.piece_keys)
+            self.parsed = parsed
             self.is_parsed = True
 
     def advance(self) -> None:
