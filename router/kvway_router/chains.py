@@ -158,13 +158,16 @@ class EventChain:
             elif self._find(SPAN_BLOCKS, view[start : start + span_bytes]):
                 start += span_bytes
             else:
-                # Nobody has had what follows: a span is named by all that is before it.
-                is_new |= self._hash_on(view[start:])
+                # Nobody has had what follows: a span is named by all that is before it. Some at a
+                # time, as no other thread runs while the hashes of very many are put together.
+                unknown = view[start : start + long_bytes]
+                is_new |= self._hash_on(unknown)
                 first = 0
-                while len(view) - start >= span_bytes:
+                while len(unknown) >= span_bytes:
                     first += SPAN_BLOCKS * HASH_BYTES
                     link = self._chain[first - HASH_BYTES : first]
-                    self._keep_span(view[start : start + span_bytes], link)
+                    self._keep_span(unknown[:span_bytes], link)
+                    unknown = unknown[span_bytes:]
                     start += span_bytes
                 self._chain = self._chain[first:]
         rest = view[start:]

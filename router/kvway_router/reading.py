@@ -28,8 +28,8 @@ from kvway_router.chains import ChainCache, EventChain
 
 _Result = TypeVar("_Result")
 
-STRIPPED_FIELDS: Final = frozenset({"cache_salt"})
-"""Fields of a body that never reach a replica: who shares a cache is not the client's choice."""
+_SALT: Final = "cache_salt"
+"""Field of a body that never reaches a replica: who shares a cache is not the client's choice."""
 
 STICKY_HEADER: Final = "x-kvway-sticky"
 """Requests with the same value go to the same of otherwise equal replicas."""
@@ -68,7 +68,7 @@ class ReadRequest:
         num_tokens: Prompt tokens of all prompts together; about so many unless `exact`.
         num_output_tokens: Output to reckon with: what the client allows, within reason.
         hashes: Event hash of each full block of the first prompt, as far as it was read.
-        body: The bytes for the replica: the client's own unless a field had to be stripped.
+        body: The bytes for the replica: the client's own unless it had a salt.
         sticky_key: Digest of what the client wants kept together; empty for nothing.
         exact: Whether all prompts were read to their end.
         text_key: Names the beginning of a first prompt of which nothing was read yet.
@@ -248,7 +248,7 @@ class Reading:
                 num_tokens=sum(prompt.num_tokens for prompt in self._prompts),
                 num_output_tokens=_expected_output(parsed) * len(self._prompts),
                 hashes=(),
-                body=strip_fields(self._body),
+                body=self._body if parsed.cache_salt is None else without_salt(self._body),
                 exact=False,
                 text_key=xxhash.xxh3_64_digest(head) if head else b"",
                 sticky_key=sticky_key(self._sticky or parsed.prompt_cache_key),
@@ -336,17 +336,10 @@ def _expected_output(request: ChatRequest | CompletionRequest) -> int:
     return length * request.num_choices
 
 
-def strip_fields(body: bytes) -> bytes:
-    """Returns `body` without `STRIPPED_FIELDS`; the very same bytes when it has none of them.
-
-    The fields that stay keep their order and their spelling.
-    """
-    if not any(field.encode() in body for field in STRIPPED_FIELDS) and b"\\u" not in body:
-        return body
+def without_salt(body: bytes) -> bytes:
+    """Returns `body` without the client's salt. What stays keeps its order and its spelling."""
     fields = top_level_fields(body)
-    if STRIPPED_FIELDS.isdisjoint(fields):
-        return body
-    return msgspec.json.encode({k: v for k, v in fields.items() if k not in STRIPPED_FIELDS})
+    return msgspec.json.encode({key: value for key, value in fields.items() if key != _SALT})
 
 
 class ReaderPool:

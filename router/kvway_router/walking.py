@@ -89,6 +89,8 @@ def pieces(tree: RunTree, hashes: Sequence[int]) -> list[tuple[Node, int, int]]:
         if node is None:
             # The next one that waits for the block in front of it.
             places = range(max(start, 1), end)
+            if tree.tops.keys().isdisjoint(hashes[places.start - 1 : end - 1]):
+                break
             start = next((at for at in places if _waits(tree, hashes, at)), end)
             if start == end:
                 break

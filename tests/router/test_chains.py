@@ -96,6 +96,22 @@ def test_of_the_last_rest_what_is_shared_is_not_hashed_again(
     assert num_hashed == 20
 
 
+def test_a_prompt_that_nobody_has_had_is_hashed_some_spans_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No other thread runs while the hashes of a piece are put together."""
+    lengths: list[int] = []
+
+    def watched(packed: memoryview, **more: object) -> object:
+        lengths.append(len(packed) // (4 * NAMESPACE.block_size))
+        return packed_block_hashes(packed, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("kvway_router.chains.packed_block_hashes", watched)
+    prompt = tokens(4 * (5 * LONG_BLOCKS + SPAN_BLOCKS + 9))
+    assert hashed(ChainCache(NAMESPACE), prompt) == expected(prompt)
+    assert (sum(lengths), max(lengths)) == (len(prompt) // 4, LONG_BLOCKS)
+
+
 def test_namespaces_do_not_share_hashes() -> None:
     prompt = tokens(4 * SPAN_BLOCKS)
     one = hashed(ChainCache(NAMESPACE), prompt)

@@ -47,6 +47,17 @@ def test_a_chat_is_rendered_by_the_models_template(encoder: PromptEncoder) -> No
     assert len(chat.hashes) == len(rendered) // 16
 
 
+@pytest.mark.parametrize("text", ['caf\u00e9 \\ "cache_salt"', "plain"])
+@pytest.mark.parametrize("fields", [{}, {"cache_salt": None}])
+def test_a_body_without_a_salt_is_the_clients_own(
+    encoder: PromptEncoder, text: str, fields: dict[str, None]
+) -> None:
+    model = ServedModel(name=MODEL, encoder=encoder, namespace=Namespace(MODEL))
+    body = json.dumps({"prompt": text, "model": MODEL} | fields).encode()
+    request = read_request(body, route=Route.COMPLETIONS, model=model, max_model_len=None)
+    assert request.body is body
+
+
 def test_a_prompt_below_one_block_has_no_hashes(encoder: PromptEncoder) -> None:
     request = read(encoder, prompt="x" * 15)
     assert (list(request.hashes), request.prefix_key) == ([], b"")
