@@ -21,13 +21,12 @@ connection ends until the next batch comes: its number says whether one was lost
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Generator, Sequence
-from typing import Final, TypeVar, assert_never
+from collections.abc import Generator, Sequence
+from typing import TypeVar, assert_never
 
 import structlog
 import zmq
 import zmq.asyncio
-from zmq.utils.monitor import parse_monitor_message
 
 from kvway_core.clock import Clock
 from kvway_core.errors import ProtocolError
@@ -36,10 +35,10 @@ from kvway_core.events import (
     MAX_BATCH_BYTES,
     EventBatch,
     decode_in_steps,
-    pack_seq,
     unpack_seq,
 )
 from kvway_router.block_events import BlockEvents
+from kvway_router.feed_sockets import ReplayAnswer, drain, has_ended, monitor_of, set_up
 from kvway_router.feed_source import FeedSource
 from kvway_router.feed_state import (
     Action,
@@ -54,11 +53,6 @@ from kvway_router.feed_state import (
 )
 from kvway_router.index import BlockIndex
 from kvway_router.pacing import Pace
-
-_DRAINED_PER_TURN: Final = 64
-_RECONNECT_MAX_MS: Final = 2_000
-_HEARTBEAT_MS: Final = 5_000
-"""A peer that does not answer in three times that is taken for gone."""
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
@@ -108,10 +102,7 @@ class ReplicaFeed:
         self._state = FeedState(options=options, stats=stats, can_replay=source.replay is not None)
         self._topic = source.topic.encode()
         self._question: int | None = None
-        self._dealer: zmq.asyncio.Socket | None = None
-        self._dealer_monitor: zmq.asyncio.Socket | None = None
-        self._has_shaken_hands = False
-        self._is_cut = False
+        self._answer: ReplayAnswer | None = None
         self._is_entering = False
         self._due_s = 0.0
         self._down_mark: int | None = None
@@ -143,10 +134,13 @@ class ReplicaFeed:
         subscriber = self._context.socket(zmq.SUB)
         try:
             if self.source.replay is None:
-                self._monitor = subscriber.get_monitor_socket(
-                    zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-                )
-            self._set_up(subscriber, self.source.pub, bind=self.source.bind)
+                self._monitor = monitor_of(subscriber)
+            set_up(
+                subscriber,
+                self.source.pub,
+                max_batches=self._options.max_pending_batches,
+                bind=self.source.bind,
+            )
             subscriber.setsockopt(zmq.SUBSCRIBE, self._topic)
             resume = self._resume
             if resume is None:
@@ -171,26 +165,22 @@ class ReplicaFeed:
             await self._ask(question)
         ready = await self._wait(subscriber)
         if self._monitor is not None and self._monitor in ready:
-            await _drain(self._monitor, self._on_connection)
+            await drain(self._monitor, self._on_connection)
         # Live batches first: those that arrive while the answer to a replay is read are newer.
         if subscriber in ready:
-            await _drain(subscriber, self._on_live)
-        if self._dealer_monitor is not None and self._dealer_monitor in ready:
-            await _drain(self._dealer_monitor, self._on_dealer)
-        # What came before the connection ended is still here.
-        if self._dealer is not None and (self._is_cut or self._dealer in ready):
-            is_empty = await _drain(self._dealer, self._on_answer)
-            if is_empty and self._is_cut and self._dealer is not None:
-                await self._on_cut()
+            await drain(subscriber, self._on_live)
+        if self._answer is not None and await self._answer.read(ready, self._on_answer):
+            await self._on_cut()
         await self._on_time()
 
     async def _wait(self, subscriber: zmq.asyncio.Socket) -> set[zmq.asyncio.Socket]:
         """Waits for messages or for the next thing that is due; returns what has messages."""
         poller = zmq.asyncio.Poller()
         poller.register(subscriber, zmq.POLLIN)
-        for other in (self._dealer, self._dealer_monitor, self._monitor):
-            if other is not None:
-                poller.register(other, zmq.POLLIN)
+        for other in self._answer.sockets if self._answer is not None else ():
+            poller.register(other, zmq.POLLIN)
+        if self._monitor is not None:
+            poller.register(self._monitor, zmq.POLLIN)
         due_s = self._due_s if self._monitor is None else math.inf
         if self._down_mark is not None:
             due_s = min(due_s, self._expire_s)
@@ -209,7 +199,7 @@ class ReplicaFeed:
         if numbered is None:
             return
         state = self._state
-        if self._dealer is None and not state.replaying:
+        if self._answer is None and not state.replaying:
             self._due_s = self._clock.monotonic() + self._options.verify_s
         was_joining = state.joining
         await self._perform(state.on_batch(*numbered))
@@ -219,17 +209,10 @@ class ReplicaFeed:
 
     async def _on_connection(self, frames: Sequence[bytes]) -> None:
         """Takes what ZMQ says of the connection to an engine that cannot be asked."""
-        if parse_monitor_message(list(frames))["event"] == zmq.EVENT_DISCONNECTED:
+        if has_ended(frames):
             self._note_down()
         elif self._down_mark is None:
             await self._note_up()  # of a first connection nothing can have been lost
-
-    async def _on_dealer(self, frames: Sequence[bytes]) -> None:
-        """Takes what ZMQ says of the connection that an answer comes by."""
-        if parse_monitor_message(list(frames))["event"] == zmq.EVENT_DISCONNECTED:
-            self._is_cut = self._has_shaken_hands
-        else:
-            self._has_shaken_hands = True
 
     async def _on_cut(self) -> None:
         """Gives up on an answer whose connection ended."""
@@ -258,7 +241,7 @@ class ReplicaFeed:
         """Does what is due: give up on a replay, ask again, let entries go."""
         now = self._clock.monotonic()
         if now >= self._due_s and self._monitor is None:
-            if self._dealer is not None:
+            if self._answer is not None:
                 self._hang_up()
                 self._note_down()
                 self._due_s = now + self._options.retry_s
@@ -318,39 +301,18 @@ class ReplicaFeed:
                 assert_never(reason)
 
     async def _ask(self, start_seq: int) -> None:
-        """Asks for a replay on a socket of its own, so that answers to an earlier one are gone."""
         assert self.source.replay is not None  # noqa: S101  else the state asks for no replay
-        dealer = self._dealer = self._context.socket(zmq.DEALER)
-        self._dealer_monitor = dealer.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self._answer = ReplayAnswer(
+            self._context, self.source.replay, max_batches=self._options.max_pending_batches
         )
-        self._has_shaken_hands = self._is_cut = False
-        self._set_up(dealer, self.source.replay)
-        await dealer.send_multipart([b"", pack_seq(start_seq)])
+        await self._answer.ask(start_seq)
         self._stats.num_replays += 1
         self._due_s = self._clock.monotonic() + self._options.replay_timeout_s
 
-    def _set_up(self, socket: zmq.asyncio.Socket, endpoint: str, *, bind: bool = False) -> None:
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
-        socket.setsockopt(zmq.RCVHWM, self._options.max_pending_batches)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MAX_MS)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
-        if bind:
-            socket.bind(endpoint)
-        else:
-            socket.connect(endpoint)
-
     def _hang_up(self) -> None:
-        if self._dealer is not None:
-            self._dealer.disable_monitor()
-            self._dealer.close(linger=0)
-            self._dealer = None
-        if self._dealer_monitor is not None:
-            self._dealer_monitor.close(linger=0)
-            self._dealer_monitor = None
+        if self._answer is not None:
+            self._answer.close()
+            self._answer = None
 
     def _note_down(self) -> None:
         if self._down_mark is not None:
@@ -387,18 +349,3 @@ class ReplicaFeed:
     def _note_bad(self, problem: str) -> None:
         self._stats.num_bad += 1
         _log.debug("kv_events_skipped", replica=self._replica_id, problem=problem)
-
-
-async def _drain(
-    socket: zmq.asyncio.Socket, take: Callable[[Sequence[bytes]], Awaitable[None]]
-) -> bool:
-    """Takes what has arrived, up to a limit, while it is open; says whether that is all."""
-    for _ in range(_DRAINED_PER_TURN):
-        if socket.closed:
-            return False
-        try:
-            frames = await socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return True
-        await take(frames)
-    return False

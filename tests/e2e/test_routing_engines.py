@@ -5,9 +5,10 @@ Through real sockets.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import pytest
+from typing_extensions import override
 
 from kvway_core.clock import SystemClock
 from kvway_router.probe import MAX_PAGE_BYTES
@@ -17,6 +18,8 @@ from tests.e2e.test_routing_states import holder_of
 if TYPE_CHECKING:
     from kvway_core.testing.fake_replica import FakeReplica
     from tests.e2e.conftest import StartRouters
+
+    Says: TypeAlias = Callable[..., bytes]
 
 
 def vllm(running: int = 0, waiting: int = 0, usage: float = 0.0) -> bytes:
@@ -45,7 +48,6 @@ sglang:max_total_num_tokens{{{labels}}} 16000.0
 
 
 ENGINES = pytest.mark.parametrize("says", [vllm, sglang], ids=["vllm", "sglang"])
-Says: TypeAlias = "Callable[..., bytes]"
 
 
 async def tells(replica: FakeReplica, page: bytes, *, status: int = 200) -> None:
@@ -60,6 +62,7 @@ class Ahead(SystemClock):
 
     ahead_s = 0.0
 
+    @override
     def monotonic(self) -> float:
         return super().monotonic() + self.ahead_s
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
-from kvway_core.events import END_SEQ, pack_seq, unpack_seq
+from tests.router.publisher import ANY_PORT, Publisher
 
 Encode = Callable[[float, Sequence[dict[str, Any]], int], bytes]
 """Writes a batch: time, events as maps with ``type``, data-parallel rank."""
@@ -89,80 +86,37 @@ def _signed(block_hash: int) -> int:
     return block_hash - 2**64 if block_hash >= 2**63 else block_hash
 
 
-class EnginePublisher:
+class EnginePublisher(Publisher):
     """Publishes as vLLM and SGLang do: no boot id, a time of its own in every batch.
 
-    Attributes:
-        replays: First number of each replay that was asked for.
-        kept: What a replay can send.
+    Replays are without the topic, as those of SGLang and vLLM before 0.23.
     """
 
     def __init__(
-        self, encode: Encode, *, can_replay: bool = True, endpoint: str = "tcp://127.0.0.1:*"
+        self, encode: Encode, *, can_replay: bool = True, endpoint: str = ANY_PORT
     ) -> None:
+        super().__init__(endpoint=endpoint, can_replay=can_replay)
         self.encode = encode
-        self.replays: list[int] = []
-        self.kept: dict[int, bytes] = {}
-        self._endpoint = endpoint
-        self._can_replay = can_replay
-        self._next_seq = 0
         self._now = 1000.0
-
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        self._context = zmq.asyncio.Context()
-        self._pub = self._context.socket(zmq.XPUB)
-        self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
-        self._pub.bind(self._endpoint)
-        self._endpoint = self.pub = self._pub.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.replay: str | None = None
-        self._task: asyncio.Task[None] | None = None
-        if self._can_replay:
-            self._router = self._context.socket(zmq.ROUTER)
-            self._router.bind("tcp://127.0.0.1:*")
-            self.replay = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-            self._task = asyncio.create_task(self._answer())
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        self._context.destroy(linger=0)
-
-    async def subscribed(self) -> None:
-        """Wait until somebody subscribes."""
-        assert await self._pub.recv() == b"\x01"
-
-    def restart(self) -> None:
-        """Begin another life behind the same sockets."""
-        self.kept.clear()
-        self._next_seq = 0
 
     async def publish(self, *events: dict[str, Any], rank: int = 0, lost: bool = False) -> None:
         self._now += 1.0
-        seq, self._next_seq = self._next_seq, self._next_seq + 1
-        payload = self.kept[seq] = self.encode(self._now, events, rank)
-        if not lost:
-            await self._pub.send_multipart([b"", pack_seq(seq), payload])
+        await self.publish_raw(self.encode(self._now, events, rank), lost=lost)
 
-    async def _answer(self) -> None:
-        while True:
-            peer, _, start = await self._router.recv_multipart()
-            self.replays.append(unpack_seq(start))
-            for seq, payload in sorted(self.kept.items()):
-                if seq >= unpack_seq(start):
-                    # Without the topic, as SGLang and vLLM before 0.23.
-                    await self._router.send_multipart([peer, b"", pack_seq(seq), payload])
-            await self._router.send_multipart([peer, b"", END_SEQ, b""])
+
+@asynccontextmanager
+async def two_ranks(encode: Encode) -> AsyncIterator[tuple[EnginePublisher, EnginePublisher]]:
+    """Publishes as an engine with two data-parallel ranks, at ports one apart."""
+    while True:
+        async with EnginePublisher(encode, can_replay=False) as one:
+            host, _, port = one.pub.rpartition(":")
+            two = EnginePublisher(encode, can_replay=False, endpoint=f"{host}:{int(port) + 1}")
+            try:
+                await two.start()
+            except zmq.ZMQError:
+                continue  # somebody has the next port: look for another pair
+            try:
+                yield one, two
+            finally:
+                await two.stop()
+            return

@@ -27,6 +27,7 @@ from tests.router.engine_publisher import (
     removed,
     sglang,
     stored,
+    two_ranks,
     vllm_0_10,
     vllm_arrays,
     vllm_map_of_maps,
@@ -160,7 +161,7 @@ async def test_another_life_is_taken_from_its_first_number_on(replica: FakeRepli
         for number in range(3):
             await engine.publish(stored([number], TOKENS[:16]))
         await eventually(lambda: fleet.matched(replica) == 1)
-        engine.restart()
+        engine.begin_again()
         await engine.publish(stored([50], TOKENS[16:32]))
         await eventually(lambda: fleet.matched(replica, TOKENS[16:]) == 1)
         assert fleet.matched(replica) == 0
@@ -207,24 +208,22 @@ async def test_without_a_replay_socket_entries_age_while_the_connection_is_down(
 
 async def test_data_parallel_ranks_have_a_cache_each(replica: FakeReplica) -> None:
     """A prompt is on one rank: beginnings on one and ends on the other make no match."""
-    async with EnginePublisher(vllm_maps) as one:
-        port = int(one.pub.rpartition(":")[2])
-        async with EnginePublisher(vllm_maps, endpoint=f"tcp://127.0.0.1:{port + 1}") as two:
-            option = EventsOption.parse(f"{replica.replica_id}=tcp://*:{port},ranks=2")
-            async with following(replica, option) as fleet:
-                await one.subscribed()
-                await two.subscribed()
-                await one.publish(stored([7], TOKENS[:16]))
-                await eventually(lambda: fleet.matched(replica) == 1)
-                await two.publish(stored([8], TOKENS[16:32]), rank=1)
-                await two.publish(stored([7, 8, 9], TOKENS[:48]), removed(9), rank=1)
-                await eventually(lambda: fleet.matched(replica) == 2)
-                await one.publish(removed(7))
-                await eventually(lambda: fleet.replica(replica).feed_stats.num_events == 5)
-                assert fleet.matched(replica) == 2
-                assert len(fleet.set.feeds(replica.replica_id)) == 2
-                fleet.set.set_replicas([])
-                assert len(fleet.index) == 0
+    async with two_ranks(vllm_maps) as (one, two):
+        option = EventsOption.parse(f"{replica.replica_id}={one.pub},ranks=2")
+        async with following(replica, option) as fleet:
+            await one.subscribed()
+            await two.subscribed()
+            await one.publish(stored([7], TOKENS[:16]))
+            await eventually(lambda: fleet.matched(replica) == 1)
+            await two.publish(stored([8], TOKENS[16:32]), rank=1)
+            await two.publish(stored([7, 8, 9], TOKENS[:48]), removed(9), rank=1)
+            await eventually(lambda: fleet.matched(replica) == 2)
+            await one.publish(removed(7))
+            await eventually(lambda: fleet.replica(replica).feed_stats.num_events == 5)
+            assert fleet.matched(replica) == 2
+            assert len(fleet.set.feeds(replica.replica_id)) == 2
+            fleet.set.set_replicas([])
+            assert len(fleet.index) == 0
 
 
 async def test_an_engine_that_connects_finds_us_and_ipc_is_an_endpoint(

@@ -326,7 +326,7 @@ async def test_siblings_meet_while_the_rest_of_the_first_is_not_read(
     start_roomy: StartBench, encoder: PromptEncoder
 ) -> None:
     """Each is weighed knowing where the whole of the first one went, not its front alone."""
-    bench = await start_roomy(4)
+    bench = await start_roomy(4, tokenize_timeout_s=60.0)  # none is overdue on a busy machine
     answers = await asyncio.gather(*(bench.chat(PAGE * 1500 + str(n)) for n in range(6)))
     matched = []
     for _, headers, _ in answers:
