@@ -90,6 +90,13 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
+class UnusableRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica that could not take the request, and why not, for a person."""
+
+    replica_id: str
+    why: str
+
+
 class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One request: the last decision about it, all attempts, and its end. It holds no prompt text.
 
@@ -104,8 +111,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
         prompt_blocks: Full blocks of its first prompt, as far as it was read.
         prompt_tokens_exact: Whether the tokens were counted; an estimate until all is read.
         block_size: Tokens per block.
-        replica_id: The chosen replica, of the last attempt.
-        reason: Why, as one word.
+        replica_id: The chosen replica, of the last attempt; empty if none was.
+        reason: Why, as one word: of the policy, or the code of the error if none was chosen.
         detail: Why, as a sentence with the numbers.
         price_of_work: How much more than its time own work cost, because all replicas queued.
         matched_tokens: Prompt tokens that the chosen replica held, by the router's index.
@@ -114,6 +121,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
         predicted_ttft_s: Predicted time to first token at the chosen replica.
         num_candidates: Replicas that were weighed.
         candidates: The cheapest of them, `MAX_CANDIDATES` at most, the chosen one among them.
+        unusable: If none was chosen: replicas that could not take it, as many at most.
         attempts: Every try, in order.
         status: HTTP status the client got; None before its answer begins.
         finish: How it ended: "done", "failed", "client_gone" or "shut_down"; "running" until then.
@@ -144,6 +152,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     attempts: tuple[AttemptRecord, ...]
     detail: str = ""
     candidates: tuple[CandidateRecord, ...] = ()
+    unusable: tuple[UnusableRecord, ...] = ()
     status: int | None = None
     finish: str = "running"
     error: str | None = None
@@ -207,12 +216,12 @@ class DecisionStore:
     def __len__(self) -> int:
         return len(self._records)
 
-    def add(self, record: DecisionRecord, decision: Decision) -> None:
+    def add(self, record: DecisionRecord, decision: Decision | None) -> None:
         """Adds the record of a new request, and forgets the oldest one when it is full.
 
         Args:
             record: The record; its `detail` and `candidates` are left out.
-            decision: Where these come from.
+            decision: Where these come from; None if no replica was chosen, and nothing is left out.
         """
         self._records[record.id] = record, decision
         while len(self._records) > self._max_records:
