@@ -29,6 +29,7 @@ from kvway_core.errors import (
     KvwayError,
     NoReplicaAvailable,
     Overloaded,
+    QueueTimeout,
     ReplicaError,
     ReplicaFailed,
     RequestCrashedReplica,
@@ -110,6 +111,8 @@ class Dispatcher:
                         clock.expect(time_s, late)
                         await self._serve(call, downstream, trip, until_s=trip.arrived_s + time_s)
             except KvwayError as exc:
+                if isinstance(exc, NoReplicaAvailable | Overloaded | QueueTimeout):
+                    trip.not_placed(exc, self._replicas.unusable())
                 trip.failed(exc)
                 if not downstream.started:
                     raise

@@ -138,7 +138,7 @@ class RouterMetrics:
             self._decisions.labels(attempt.reason).inc()
             if attempt.error is not None:
                 self._failed_attempts.labels(attempt.error).inc()
-        self._retries.inc(len(record.attempts) - 1)
+        self._retries.inc(max(0, len(record.attempts) - 1))
         if trip.is_event_stream and trip.ttft_s is not None and len(record.attempts) == 1:
             self._ttft_s.observe(trip.ttft_s)
             self._ttft_error_s.observe(trip.ttft_s - record.predicted_ttft_s)

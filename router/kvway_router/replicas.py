@@ -159,6 +159,22 @@ class ReplicaSet:
         admitted = self.rotation.admitted(self.ready(), num_replicas=len(self._members))
         return [self._members[name].replica for name in admitted if name not in exclude]
 
+    def unusable(self) -> dict[str, str]:
+        """Returns why replicas cannot take one more request, for a person; not those that can."""
+        room = self.room()
+        usable = {replica.id for replica in self.usable()}
+        return {
+            replica.id: (
+                f"{replica.state.value}: {replica.error}"
+                if replica.state is not ReplicaState.READY
+                else "as many requests are there as it may have"
+                if replica.id in usable
+                else "left alone for a while, after failures or because it said so"
+            )
+            for replica in self.all()
+            if replica.id not in room
+        }
+
     def slots(self, replica_id: str) -> int:
         """Returns how many requests a replica runs at once."""
         report = self._members[replica_id].replica.report

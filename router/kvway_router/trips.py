@@ -7,17 +7,24 @@ prompt text.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Final
+from itertools import islice
+from typing import Any, Final
 
 import msgspec
 import structlog
 
 from kvway_core.clock import Clock
 from kvway_core.errors import ClientDisconnected, InternalError, KvwayError, ShuttingDown
-from kvway_router.decisions import AttemptRecord, DecisionRecord, DecisionStore
+from kvway_router.decisions import (
+    MAX_CANDIDATES,
+    AttemptRecord,
+    DecisionRecord,
+    DecisionStore,
+    UnusableRecord,
+)
 from kvway_router.fleet import Traffic
 from kvway_router.policy import Decision
 from kvway_router.reading import Reading, ReadRequest, Route
@@ -86,7 +93,7 @@ class Trip:
     def headers(self) -> dict[str, str]:
         """What the router adds to the head of the answer."""
         headers = {"x-kvway-request-id": self.request_id}
-        if self.record is not None:
+        if self.record is not None and self.record.replica_id:
             headers["x-kvway-replica"] = self.record.replica_id
             about = "" if self.record.prompt_tokens_exact else "about "
             headers["x-kvway-reason"] = (
@@ -115,22 +122,12 @@ class Trip:
         attempt = AttemptRecord(replica_id=decision.replica_id, reason=decision.reason.value)
         chosen = decision.chosen
         record = DecisionRecord(
-            id=self.request_id,
-            time=self._arrived_unix_s,
-            route=self.route.value,
-            model=self.request.model,
-            stream=self.request.stream,
-            num_prompts=self.request.num_prompts,
-            prompt_tokens=self.request.num_tokens,
-            prompt_blocks=len(self.request.hashes),
-            prompt_tokens_exact=self.request.exact,
-            block_size=self._block_size,
+            **self._asked(self.request),
             replica_id=decision.replica_id,
             reason=decision.reason.value,
             price_of_work=decision.price_of_work,
             matched_tokens=chosen.matched_blocks * self._block_size,
             reachable_tokens=decision.reachable_blocks * self._block_size,
-            sticky=self.request.sticky,
             predicted_ttft_s=chosen.ttft_s,
             num_candidates=decision.num_candidates,
             attempts=(*attempts, attempt),
@@ -140,6 +137,44 @@ class Trip:
         else:
             self._decisions.update(record, decision)
         self.record = record
+
+    def not_placed(self, error: KvwayError, unusable: Mapping[str, str]) -> None:
+        """No replica was chosen: that is recorded too, with why each was not usable."""
+        if self.request is None or self.record is not None:
+            return
+        self.record = DecisionRecord(
+            **self._asked(self.request),
+            replica_id="",
+            reason=error.code,
+            detail=error.message,
+            price_of_work=0.0,
+            matched_tokens=0,
+            reachable_tokens=0,
+            predicted_ttft_s=0.0,
+            num_candidates=0,
+            attempts=(),
+            unusable=tuple(
+                UnusableRecord(replica_id=name, why=why)
+                for name, why in islice(unusable.items(), MAX_CANDIDATES)
+            ),
+        )
+        self._decisions.add(self.record, None)
+
+    def _asked(self, request: ReadRequest) -> dict[str, Any]:
+        """Returns the fields of a record that tell what was asked for."""
+        return {
+            "id": self.request_id,
+            "time": self._arrived_unix_s,
+            "route": self.route.value,
+            "model": request.model,
+            "stream": request.stream,
+            "num_prompts": request.num_prompts,
+            "prompt_tokens": request.num_tokens,
+            "prompt_blocks": len(request.hashes),
+            "prompt_tokens_exact": request.exact,
+            "block_size": self._block_size,
+            "sticky": request.sticky,
+        }
 
     def recounted(self, reading: Reading) -> None:
         """What was left of the prompt is read: an estimate becomes a count."""
