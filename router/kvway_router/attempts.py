@@ -168,7 +168,7 @@ class Attempts:
                 ) as answer:
                     held, passing = await self._hold(answer)
                     place.has_answered()
-                    if answer.status == 200:
+                    if answer.status == 200 and not self._replicas.tells_ranks(replica_id):
                         expected.confirm()
                     await self._relay(answer, held, passing, downstream, charge, watch, trip=trip)
         is_told_of = request.num_prompts == 1 and answer.status == 200

@@ -202,6 +202,14 @@ class ReplicaSet:
         """Tells whether KV events keep the index true to a replica now."""
         return self._feeds.is_fed(replica_id)
 
+    def tells_ranks(self, replica_id: str) -> bool:
+        """Tells whether the KV events of a replica say in which of several caches its blocks are.
+
+        Its engine chooses among its data-parallel ranks, so what is expected of a prompt counts
+        until its answer ends, and from then on what the rank says that took it.
+        """
+        return len(self.feeds(replica_id)) > 1 and self.is_fed(replica_id)
+
     def feeds(self, replica_id: str) -> Sequence[ReplicaFeed]:
         """Returns what follows the KV events of a replica: one feed for each publisher."""
         return self._feeds.of(replica_id)
