@@ -33,7 +33,7 @@ from kvway_core.web_answers import (
 )
 from kvway_core.web_bodies import BODY
 from kvway_core.web_limits import HttpLimits
-from kvway_core.web_server import Runner
+from kvway_core.web_server import LINGER_S, Runner
 
 __all__ = [
     "Handler",
@@ -45,9 +45,6 @@ __all__ = [
     "new_app",
     "read_body",
 ]
-
-LINGER_S = 2.0
-"""How long the rest of a refused body is read, so that the client sees the refusal."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -13,12 +13,12 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final, cast
 
 import structlog
 from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
 from aiohttp.http_exceptions import LineTooLong
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, _ErrInfo
 from typing_extensions import override
 
 from kvway_core.errors import (
@@ -39,6 +39,11 @@ from kvway_core.web_answers import (
 )
 from kvway_core.web_bodies import BODY, Body, BodyBudget
 from kvway_core.web_limits import MAX_LINE_BYTES, HttpLimits
+
+LINGER_S: Final = 2.0
+"""How long what a client still sends is passed over, so that it sees why it was refused."""
+_NO_METHOD: Final = "UNKNOWN"
+"""aiohttp's name for the method of what its parser refused."""
 
 _LOG = structlog.get_logger(__name__)
 
@@ -63,7 +68,9 @@ class _Protocol(RequestHandler):
         super().connection_made(transport)
         if is_one_too_many:
             most = self._server.limits.max_connections
-            self._end_with(Overloaded(f"{most} connections are open; come back in a second."))
+            error = Overloaded(f"{most} connections are open; come back in a second.")
+            cast("asyncio.Transport", transport).write(error_bytes(error))
+            self.force_close()
             return
         _give_up_on_dead_peers(transport, after_s=self._server.limits.stall_timeout_s)
         self._start_head_timer()
@@ -83,12 +90,24 @@ class _Protocol(RequestHandler):
         """Reads bytes of the client; while they are not yet a whole head, its time runs."""
         super().data_received(data)
         self._is_silent = False
+        if self._messages and isinstance(self._messages[-1][0], _ErrInfo):
+            self._break_open_bodies()
         if self._messages:
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
         elif self._head_timer is None and self._waiter is not None and not self._waiter.done():
             self._start_head_timer()
+
+    def _break_open_bodies(self) -> None:
+        """Tells who reads a body that the parser has given it up; aiohttp lets them wait."""
+        payloads = [payload for _, payload in self._messages]
+        if self._current_request is not None:
+            payloads.append(self._current_request.content)
+        for payload in payloads:
+            if not payload.is_eof():
+                payload.set_exception(web.RequestPayloadError("the rest is not valid HTTP"))
+                payload.feed_eof()  # or aiohttp reads on to the end, and logs that it cannot
 
     def _start_head_timer(self) -> None:
         seconds = self._server.limits.headers_timeout_s
@@ -100,13 +119,11 @@ class _Protocol(RequestHandler):
             self.force_close()
             return
         seconds = self._server.limits.headers_timeout_s
-        self._end_with(RequestTimeout(f"The headers did not arrive within {seconds:g} s."))
-
-    def _end_with(self, error: KvwayError) -> None:
-        """Answers nobody's request, and closes."""
         if self.transport is not None:
+            error = RequestTimeout(f"The headers did not arrive within {seconds:g} s.")
             self.transport.write(error_bytes(error))
-        self.force_close()
+            self._stop_listening()
+            self._head_timer = self._loop.call_later(LINGER_S, self.force_close)
 
     # -- the time that a client takes nothing -----------------------------------------------------
 
@@ -163,6 +180,26 @@ class _Protocol(RequestHandler):
             response = error_response(_parser_refusal(exc))
         response.force_close()
         return response
+
+    @override
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Sends an answer; behind one to what is no HTTP, waits for the client to close."""
+        finished = await super().finish_response(request, resp, start_time)
+        if request.method == _NO_METHOD and self.transport is not None:
+            self._stop_listening()
+            await asyncio.sleep(LINGER_S)  # ends with the connection
+        return finished
+
+    def _stop_listening(self) -> None:
+        """Says that nothing more is sent, and passes over what still comes.
+
+        To close at once would reset the connection of who still sends, and lose the answer.
+        """
+        self._close = True
+        if self.transport is not None and self.transport.can_write_eof():
+            self.transport.write_eof()
 
 
 def _parser_refusal(exc: BaseException | None) -> KvwayError:
