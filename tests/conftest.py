@@ -44,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="steps of the scheduler's long random life; 20000 by hand",
     )
     parser.addoption("--fault-seed", type=int, default=0, help="its seed")
+    parser.addoption(
+        "--tokenizers",
+        default=None,
+        metavar="DIR",
+        help="folders of models below DIR whose tokenizers are tried in place of small ones",
+    )
 
 
 @pytest.fixture
