@@ -221,7 +221,7 @@ class DecisionStore:
 
         Args:
             record: The record; its `detail` and `candidates` are left out.
-            decision: Where these come from; None if no replica was chosen, and nothing is left out.
+            decision: Where these come from; None if no replica was chosen: nothing is left out.
         """
         self._records[record.id] = record, decision
         while len(self._records) > self._max_records:

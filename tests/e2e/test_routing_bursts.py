@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.routing import HELD, chat, first_tokens, num_requests, until, words
+from tests.e2e.routing import BLOCK, HELD, chat, first_tokens, num_requests, until, words
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import StartRouters
@@ -51,7 +51,7 @@ async def test_siblings_that_come_at_once_take_no_longer_than_in_turns(
         for policy in ("cost", "round_robin")
     ]
     assert fmean(ours) <= 1.05 * fmean(in_turns)
-    assert max(ours) <= max(in_turns) + 0.1 * SHARED
+    assert max(ours) <= max(in_turns) + 0.1 * SHARED + BLOCK
 
 
 async def test_siblings_with_little_of_their_own_are_computed_once(

@@ -16,6 +16,9 @@ from tests.e2e.routing import chat, hold_all, words
 from tests.e2e.test_routing_states import holder_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeAlias
+
     from kvway_core.testing.fake_replica import FakeReplica
     from tests.e2e.conftest import StartRouters
 

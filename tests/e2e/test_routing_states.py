@@ -84,3 +84,25 @@ async def test_a_new_replica_gets_the_next_cold_prompt(start_routers: StartRoute
     before = len(new.requests)
     await bench.chat(words("cold", 800))
     assert len(new.requests) == before + 1
+
+
+async def test_who_was_not_usable_and_why_is_recorded_where_nobody_was_chosen(
+    start_routers: StartRouters,
+) -> None:
+    (bench,) = await start_routers(3, probe_interval_s=0.05)
+    gone, draining, starting = bench.replicas
+    await reports(draining, state="draining")
+    await reports(starting, state="starting")
+    await gone.stop()
+    await bench.router.replicas.wait_for(lambda: not bench.router.replicas.usable())
+    status, headers, body = await bench.chat("hello")
+    assert (status, body["error"]["code"]) == (503, "no_replica_available")
+    record = await bench.decision(headers)
+    assert (record["replica_id"], record["reason"]) == ("", "no_replica_available")
+    assert (record["status"], record["finish"], record["attempts"]) == (503, "failed", [])
+    whys = {unusable["replica_id"]: unusable["why"] for unusable in record["unusable"]}
+    assert whys[gone.replica_id].startswith("unhealthy: cannot connect")
+    assert whys[draining.replica_id] == "draining: it is draining"
+    assert whys[starting.replica_id] == "starting: it is starting"
+    listed = await bench.get(bench.admin("/admin/decisions"))
+    assert listed["decisions"][0]["id"] == record["id"]
