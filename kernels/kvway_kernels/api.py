@@ -17,14 +17,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvway_kernels import reference, sdpa
-from kvway_kernels.choice import IMPLEMENTATIONS, chosen
+from kvway_kernels import native, reference, sdpa
+from kvway_kernels.choice import HEAD_STEP, IMPLEMENTATIONS, chosen
 from kvway_kernels.merging import merge_states
 from kvway_kernels.plan import PagedPlan, plan
 from kvway_kernels.quant import DTYPES, KV, SCALE_DTYPE, Quantised, store
 from kvway_kernels.rows import RequestRows, SharedRun
 
 __all__ = [
+    "HEAD_STEP",
     "IMPLEMENTATIONS",
     "PagedPlan",
     "RequestRows",
@@ -166,9 +167,11 @@ def cascade_attention(  # noqa: PLR0913
         )
     if q.dtype != k_cache.dtype and k_scale is None:
         raise ValueError(f"q is {q.dtype}, the caches {k_cache.dtype}")
-    if isinstance(keys, Quantised) and step.implementation == "compiled":
+    is_quantised = isinstance(keys, Quantised)
+    if is_quantised and step.implementation == "compiled" and not native.can_attend(q):
         raise ValueError(
-            "the step is planned for 'compiled', which does not read quantised caches"
+            "the step is planned for 'compiled', which does not read quantised caches with heads "
+            f"of {head_dim} on {q.device.type}"
         )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}: expected above 0, or None")

@@ -6,32 +6,47 @@ import functools
 import importlib.util
 import sysconfig
 from pathlib import Path
+from typing import Final
 
 import torch
 
 IMPLEMENTATIONS = ("reference", "sdpa", "compiled", "triton")
 """By name: the specification, torch's own operations, torch.compile, kernels for a GPU."""
 
+HEAD_STEP: Final = 16
+"""Sizes of heads that the C++ of `compiled` is for are a multiple of it: a vector of 64 bytes."""
+
 
 def chosen(
-    implementation: str, *, device: torch.device | str = "cpu", is_quantised: bool = False
+    implementation: str,
+    *,
+    device: torch.device | str = "cpu",
+    is_quantised: bool = False,
+    head_dim: int = HEAD_STEP,
 ) -> tuple[str, str]:
     """Return the implementation that a name means on a device, and why, in a few words.
 
     Args:
         implementation: one of `IMPLEMENTATIONS`, or `auto`.
         device: where the caches are.
-        is_quantised: whether they are quantised: what `compiled` cannot read.
+        is_quantised: whether they are quantised, which `compiled` reads on a CPU alone, and only
+            with heads whose size is a multiple of 16.
+        head_dim: size of the heads.
 
     Raises:
         ValueError: the name is unknown, or what it names cannot run there; the message says what
             is missing.
     """
     device = torch.device(device)
-    if is_quantised and implementation == "auto":
-        return "sdpa", "quantised blocks"
-    if is_quantised and implementation == "compiled":
-        raise ValueError("'compiled' does not read quantised blocks: take sdpa, or auto")
+    if is_quantised and (device.type != "cpu" or head_dim % HEAD_STEP):
+        if implementation == "auto":
+            return "sdpa", "quantised blocks"
+        if implementation == "compiled":
+            raise ValueError(
+                f"'compiled' does not read quantised blocks with heads of {head_dim} on "
+                f"{device.type}, but those with a multiple of {HEAD_STEP} on a CPU: take sdpa, or "
+                "auto"
+            )
     if implementation == "auto":
         missing = _missing("compiled", device.type)
         return ("sdpa", missing) if missing else ("compiled", "the fastest here")

@@ -1,49 +1,90 @@
-"""Shared runs and decode rows in one call, float32 on a CPU: native.cpp, compiled at first use.
+"""Shared runs and decode rows in one call on a CPU: native.cpp, compiled at first use.
 
-    unit    rows x blocks -> part      a shared run with all rows of its members,
-                                       or a decode row with its private keys
-    part    [T, Hq, D] and lse         no row is in two units of a part; merged in the same call
+    unit    rows x keys -> part      a shared run with all rows of its members, or a decode row
+                                     with its private keys; or a piece of either
+    part    [T, Hq, D] and lse       no row is in two units of a part; merged in the same call
 
-Blocks are read where they are, wherever that is, and a run's keys stay in the processor's cache
-while all rows attend to them. Torch's compiler cannot be told to do so: it knows no product whose
-factors stay in registers, and its products of matrices are calls that copy one factor each time.
-It is asked for the compiler and its options, and keeps what they make.
+Blocks are read where they are, wherever that is and however their numbers are stored: float32,
+bfloat16, or codes with scales (see `quant`), which become float32 in registers. A run's keys stay
+in the processor's cache while all rows attend to them. Beside the queries and results of the rows
+of a unit, a thread keeps one tile of at most 128 keys and their values, and scores of at most 96
+rows for it: below 256 KB up to heads of 1024, however long a run is.
+
+Torch's compiler cannot be told to do so: it knows no product whose factors stay in registers, and
+its products of matrices are calls that copy one factor each time. It is asked for the compiler and
+its options, and keeps what they make.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
+import math
 import time
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvway_kernels.blocks import int64
-from kvway_kernels.rows import PrivateRows
+from kvway_kernels.choice import HEAD_STEP
+from kvway_kernels.quant import KV, SCALE_DTYPE, Quantised
 
-_SOURCE: Final = Path(__file__).with_name("native.cpp")
+_SOURCES: Final = tuple(Path(__file__).with_name(f"native.{kind}") for kind in ("hpp", "cpp"))
 
 _ARGUMENTS: Final = (
-    *("const float*",) * 3,  # q, k, v
+    "const float*",  # q
+    *("const void*",) * 4,  # k, v and their scales
     *("const int64_t*",) * 3,  # rows, blocks, units
-    *("const float*", "float*", "float*"),  # numbers, out, lse
-    *("const int64_t",) * 8,
+    *("float*",) * 2,  # out, lse
+    *("const float",) * 2,  # scale, softcap
+    *("const int64_t",) * 12,
 )
 
-_HEAD_STEP: Final = 16
-"""Head sizes are a multiple of it: two vectors of 32 bytes."""
+_KINDS: Final = {
+    torch.float32: "Float32",
+    torch.bfloat16: "BFloat16",
+    torch.int8: "Int8",
+    torch.float8_e4m3fn: "Float8",
+}
+"""What keys and values may be stored as, and its name in native.cpp."""
 
 _LARGEST_HEAD: Final = 1024
 
-_SPLIT_ROWS: Final = 16
-"""A unit is divided among threads only into ones of so many rows: each copies all of its keys."""
+_PIECE_KEYS: Final = 512
+"""Units of fewer keys are not divided among threads: each piece gives a part to be merged."""
+
+_PIECES_PER_THREAD: Final = 4
+"""A unit that is more than such a share of a thread's work is divided."""
+
+
+class Work(NamedTuple):
+    """Rows and the keys that all of them attend to.
+
+    Attributes:
+        rows: of the step.
+        first_block: where its blocks begin among those of the step.
+        first_key: first key in its blocks.
+        end_key: behind its last key.
+        level: no row is in two of one level. The last one is that of private keys.
+    """
+
+    rows: Sequence[int]
+    first_block: int
+    first_key: int
+    end_key: int
+    level: int
+
+    @property
+    def cost(self) -> int:
+        """Share of a step's time: each key is read once, and meets every row."""
+        return (self.end_key - self.first_key) * (1 + len(self.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +93,10 @@ class Units:
 
     Attributes:
         rows: of all units, one after the other: int64.
-        blocks: likewise.
+        blocks: those of the step: int64.
         table: of each unit: first of its rows and how many, first of its blocks, first key and
             end of the keys in its blocks, part: int64 [units, 6].
-        num_parts: the last is the private keys.
+        num_parts: the last is of private keys.
     """
 
     rows: Tensor
@@ -64,55 +105,56 @@ class Units:
     num_parts: int
 
 
-def units(
-    runs: Iterable[tuple[Sequence[int], Sequence[int], int]],
-    singles: Iterable[PrivateRows],
-    *,
-    num_runs_parts: int,
-    block_size: int,
-) -> Units:
-    """List the units of a step, the large ones first.
+def units(work: Sequence[Work], blocks: Tensor, *, num_levels: int) -> Units:
+    """List what is to do, the large first, and divided where threads would wait for it.
 
     Args:
-        runs: rows, blocks and part of each shared run.
-        singles: requests of one row, with their private keys.
-        num_runs_parts: parts of the runs: 0 to this number.
-        block_size: tokens per block.
+        work: of the step.
+        blocks: of the step, one after the other: int64.
+        num_levels: of the work.
     """
-    rows, blocks, table = array("q"), array("q"), array("q")
     num_threads = torch.get_num_threads()
-    for run_rows, run_blocks, part in runs:
-        size = max(_SPLIT_ROWS, -(-len(run_rows) // num_threads))
-        for first in range(0, len(run_rows), size):
-            own = run_rows[first : first + size]
-            end = len(run_blocks) * block_size
-            table.extend((len(rows) + first, len(own), len(blocks), 0, end, part))
-        rows.extend(run_rows)
-        blocks.extend(run_blocks)
-    for single in sorted(singles, key=lambda single: -single.num_keys):
-        first_key = max(0, single.first_key)
-        table.extend((len(rows), 1, len(blocks), first_key, single.num_keys, num_runs_parts))
-        rows.append(single.row)
-        blocks.extend(single.blocks)
-    return Units(
-        rows=_tensor(rows),
-        blocks=_tensor(blocks),
-        table=_tensor(table).view(-1, 6),
-        num_parts=num_runs_parts + 1,
-    )
+    share = sum(each.cost for each in work) / (_PIECES_PER_THREAD * num_threads)
+    sizes = [_piece_keys(each, share, num_threads) for each in work]
+    num_pieces = [1] * num_levels
+    for each, size in zip(work, sizes, strict=True):
+        pieces = -(-(each.end_key - each.first_key) // size)
+        num_pieces[each.level] = max(num_pieces[each.level], pieces)
+    first_parts = [0, *itertools.accumulate(num_pieces)]
+    rows, table = array("q"), array("q")
+    for size, each in sorted(zip(sizes, work, strict=True), key=lambda pair: -pair[1].cost):
+        for part, first in enumerate(
+            range(each.first_key, each.end_key, size), first_parts[each.level]
+        ):
+            end = min(first + size, each.end_key)
+            table.extend((len(rows), len(each.rows), each.first_block, first, end, part))
+        rows.extend(each.rows)
+    return Units(_tensor(rows), blocks, _tensor(table).view(-1, 6), first_parts[-1])
+
+
+def _piece_keys(work: Work, share: float, num_threads: int) -> int:
+    """Return how many keys of some work are a unit."""
+    num_keys = work.end_key - work.first_key
+    pieces = min(math.ceil(work.cost / share), num_threads, num_keys // _PIECE_KEYS)
+    return -(-num_keys // pieces) if pieces > 1 and num_threads > 1 else num_keys
 
 
 def can_attend(q: Tensor) -> bool:
-    """Return whether queries are of a kind that `attend` is for."""
+    """Return whether queries are of a kind that `attend` is for.
+
+    bfloat16 is not where a matrix unit multiplies it faster than vectors multiply float32.
+    """
     head_dim = q.shape[2]
-    is_step = head_dim % _HEAD_STEP == 0 and 0 < head_dim <= _LARGEST_HEAD
-    return is_step and q.dtype == torch.float32 and q.device.type == "cpu"
+    if head_dim % HEAD_STEP or not 0 < head_dim <= _LARGEST_HEAD or q.device.type != "cpu":
+        return False
+    has_unit = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (no public name)
+    return q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not has_unit)
 
 
 def attend(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KV,
+    v_cache: KV,
     step: Units,
     *,
     scale: float,
@@ -121,50 +163,60 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend as the units say.
 
-    Shapes: q [T, Hq, D]; caches [num_blocks, block_size, Hkv, D], contiguous.
+    Shapes: q [T, Hq, D]; caches [num_blocks, block_size, Hkv, D], of which a block is contiguous.
 
     Args:
-        q: the queries, float32.
-        k_cache: the keys.
-        v_cache: the values.
+        q: the queries.
+        k_cache: the keys, float32, bfloat16 or quantised.
+        v_cache: the values, likewise.
         step: the units. Their rows and blocks have been checked.
         scale: factor on the scores.
         softcap: scores become softcap * tanh(score / softcap).
         merged: merge the parts; else they are returned, the last for the caller to add to.
 
     Returns:
-        out: [T, Hq, D], or [parts, T, Hq, D], undefined where lse is -inf; merged ones are zero.
-        lse: [T, Hq], or [parts, T, Hq]; nats; -inf where a row is in no unit.
+        out: float32 [T, Hq, D], or [parts, T, Hq, D], undefined where lse is -inf; merged ones
+            are zero there.
+        lse: float32 [T, Hq], or [parts, T, Hq]; nats; -inf where a row is in no unit.
     """
     num_rows, num_heads, head_dim = q.shape
-    out = q.new_empty(step.num_parts, *q.shape)
-    lse = q.new_full((step.num_parts, num_rows, num_heads), -torch.inf)
+    out = q.new_empty(step.num_parts, *q.shape, dtype=torch.float32)
+    lse = q.new_full((step.num_parts, num_rows, num_heads), -torch.inf, dtype=torch.float32)
+    (k, k_scale), (v, v_scale) = (
+        cache if isinstance(cache, Quantised) else (cache, _NO_SCALES)
+        for cache in (k_cache, v_cache)
+    )
     if num_rows:
-        _kernel(head_dim)(
-            q.contiguous(),
-            k_cache,
-            v_cache,
+        _kernel(head_dim, _KINDS[k.dtype], is_bfloat16=q.dtype == torch.bfloat16)(
+            q.float().contiguous(),
+            k,
+            v,
+            k_scale,
+            v_scale,
             step.rows,
             step.blocks,
             step.table,
-            _numbers(scale, 0.0 if softcap is None else softcap),
             out,
             lse,
+            scale,
+            0.0 if softcap is None else softcap,
+            k.stride(0),
+            v.stride(0),
+            k_scale.stride(0),
+            v_scale.stride(0),
             len(step.table),
             step.num_parts,
             num_rows,
             num_heads,
-            k_cache.shape[2],
-            k_cache.shape[1],
+            k.shape[2],
+            k.shape[1],
             int(merged),
             torch.get_num_threads(),
         )
     return (out[0], lse[0]) if merged else (out, lse)
 
 
-@functools.lru_cache(maxsize=64)
-def _numbers(scale: float, softcap: float) -> Tensor:
-    return torch.tensor([scale, softcap])
+_NO_SCALES: Final = torch.zeros(0, dtype=SCALE_DTYPE)
 
 
 def _tensor(values: array[int]) -> Tensor:
@@ -172,14 +224,16 @@ def _tensor(values: array[int]) -> Tensor:
 
 
 @functools.cache
-def _kernel(head_dim: int) -> Callable[..., None]:
-    """Compile for a size of heads, or find what was compiled before."""
+def _kernel(head_dim: int, kind: str, *, is_bfloat16: bool) -> Callable[..., None]:
+    """Compile for heads, a kind of keys and of queries, or find what was compiled before."""
     with warnings.catch_warnings():
         # To import the compiler warns of what torch itself should not use any more.
         warnings.simplefilter("ignore", DeprecationWarning)
         codecache: Any = importlib.import_module("torch._inductor.codecache")
     config: Any = importlib.import_module("torch._inductor.config")
-    source = _SOURCE.read_text(encoding="utf-8").replace("HEAD_DIM", str(head_dim))
+    source = "".join(path.read_text(encoding="utf-8") for path in _SOURCES)
+    source = source.replace("HEAD_DIM", str(head_dim)).replace("KV_KIND", kind)
+    source = source.replace("QUERIES_ARE_BFLOAT16", str(is_bfloat16).lower())
     settings = {
         # Products and sums in one instruction: that rounds once less.
         "cpp.enable_floating_point_contract_flag": "fast",

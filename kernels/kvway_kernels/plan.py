@@ -13,7 +13,9 @@ attended to one by one, in tiles of rows. Partial results merge exactly.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,10 +27,11 @@ from torch import Tensor
 from kvway_kernels.blocks import BlockIds, block_ids, int64
 from kvway_kernels.choice import chosen
 from kvway_kernels.groups import DecodeGroup, decode_group, grouped
-from kvway_kernels.native import Units, units
+from kvway_kernels.native import Units, Work, units
 from kvway_kernels.rows import (
     PrivateRows,
     RequestRows,
+    RunRows,
     SharedRun,
     check_requests,
     check_runs,
@@ -69,9 +72,11 @@ class SharedPass:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PagedPlan:
     """A step, ready for every layer. Made by `plan`.
+
+    What only some implementations read is made when one of them first does.
 
     Attributes:
         num_rows: query rows of all requests. Rows a caller adds behind them are ignored.
@@ -79,16 +84,15 @@ class PagedPlan:
         requests: as planned for.
         shared: the runs that are read once: those given, without those that a window cuts.
         window: keys that a row sees, its own included; None: all.
+        runs: what is attended to without a mask: the shared runs, and what is in front of the
+            chunks of long prompts.
         private: per request, what is left of its keys.
-        passes: what is attended to without a mask: the shared runs, and what is in front of the
-            chunks of long prompts; the long ones in pieces.
-        num_levels: of the passes.
-        prefills: the requests with several rows.
-        decodes: those with one row.
+        blocks: of all runs, then of all private keys, one after the other: int64.
         implementation: what attends.
-        units: for `compiled` in float32 on a CPU: the shared runs and the requests of one row.
         num_blocks: blocks in the caches that this plan is for.
         block_size: tokens per block.
+        fixed_shapes: attend in calls of one shape only.
+        like: of the caches' device, and of the dtype that keys and values are multiplied in.
         key: the plan's name in `torch.ops.kvway`, an int64 of no dimension; good while the plan
             lives.
     """
@@ -98,16 +102,71 @@ class PagedPlan:
     requests: tuple[RequestRows, ...]
     shared: tuple[SharedRun, ...]
     window: int | None
+    runs: tuple[RunRows, ...]
     private: tuple[PrivateRows, ...]
-    passes: tuple[SharedPass, ...]
-    num_levels: int
-    prefills: tuple[PrefillRows, ...]
-    decodes: tuple[DecodeGroup, ...]
+    blocks: Tensor
     implementation: str
-    units: Units | None
     num_blocks: int
     block_size: int
+    fixed_shapes: bool
+    like: Tensor
     key: Tensor
+
+    @functools.cached_property
+    def passes(self) -> tuple[SharedPass, ...]:
+        """The runs as calls of torch's operation attend to them: long ones in pieces."""
+        pieces = [piece for run in self.runs for piece in _pieces(run, self.block_size)]
+        return tuple(
+            _pass(piece, level, block_size=self.block_size, like=self.like)
+            for piece, level in zip(pieces, _levels(pieces), strict=True)
+        )
+
+    @property
+    def num_levels(self) -> int:
+        """Levels of the passes."""
+        return max((run.level for run in self.passes), default=-1) + 1
+
+    @functools.cached_property
+    def prefills(self) -> tuple[PrefillRows, ...]:
+        """The requests with several rows, cut into tiles."""
+        make = fixed_rows if self.fixed_shapes else prefill_rows
+        return tuple(
+            make(rows, like=self.like) for rows in self.private if not self._decodes(rows)
+        )
+
+    @functools.cached_property
+    def decodes(self) -> tuple[DecodeGroup, ...]:
+        """The requests with one row, in groups."""
+        with torch.inference_mode(mode=False):  # the same kind of tensors in every step
+            return tuple(
+                decode_group(
+                    group,
+                    num_rows=self.num_rows,
+                    block_size=self.block_size,
+                    device=self.like.device,
+                )
+                for group in grouped([rows for rows in self.private if self._decodes(rows)])
+            )
+
+    @functools.cached_property
+    def units(self) -> Units:
+        """The runs and the requests of one row, for one call of C++."""
+        levels = _levels(self.runs)
+        last = max(levels, default=-1) + 1
+        work, first = [], 0
+        for run, level in zip(self.runs, levels, strict=True):
+            end = len(run.blocks) * self.block_size
+            work.append(Work(run.rows, first, 0, end, level))
+            first += len(run.blocks)
+        for rows in self.private:
+            if self._decodes(rows):
+                first_key = max(0, rows.first_key)
+                work.append(Work((rows.row,), first, first_key, rows.num_keys, last))
+            first += len(rows.blocks)
+        return units(work, self.blocks, num_levels=last + 1)
+
+    def _decodes(self, rows: PrivateRows) -> bool:
+        return rows.num_rows == 1 and not self.fixed_shapes
 
 
 _keys = itertools.count(1)
@@ -175,46 +234,22 @@ def plan(  # noqa: PLR0913
     splits = name in ("sdpa", "compiled") and window is None and not fixed_shapes
     runs = [*used, *(long_pasts(requests, used, block_size=block_size) if splits else ())]
     private = private_rows(requests, runs, block_size=block_size, window=window)
-    for run in runs:
-        _check_ids(run.members[0], _blocks(requests, run), num_blocks)
-    for index, rows in enumerate(private):
-        _check_ids(index, rows.blocks, num_blocks)
-    several = [rows for rows in private if rows.num_rows > 1 or fixed_shapes]
-    singles = [rows for rows in private if rows.num_rows == 1 and not fixed_shapes]
-    like = torch.empty(0, dtype=dtype, device=device)
-    make = fixed_rows if fixed_shapes else prefill_rows
-    num_rows = sum(request.num_queries for request in requests)
-    pieces = [piece for run in runs for piece in _pieces(run, private, block_size)]
-    levels = _levels(pieces)
+    laid = [_run_rows(run, requests, private) for run in runs]
     key = next(_keys)
     made = PagedPlan(
-        num_rows=num_rows,
+        num_rows=sum(request.num_queries for request in requests),
         slot_mapping=_new_slots(private, block_size).to(device),
         requests=tuple(requests),
         shared=used,
         window=window,
+        runs=tuple(laid),
         private=tuple(private),
-        passes=tuple(
-            _pass(run, level, requests, private, block_size=block_size, like=like)
-            for run, level in zip(pieces, levels, strict=True)
-        ),
-        num_levels=max(levels, default=-1) + 1,
-        prefills=tuple(make(rows, like=like) for rows in several),
-        decodes=tuple(
-            decode_group(
-                group,
-                num_rows=num_rows,
-                block_size=block_size,
-                device=device,
-            )
-            for group in grouped(singles)
-        ),
+        blocks=_checked_blocks(laid, private, num_blocks),
         implementation=name,
-        units=_units(runs, requests, private, block_size)
-        if name == "compiled" and device.type == "cpu" and dtype == torch.float32
-        else None,
         num_blocks=num_blocks,
         block_size=block_size,
+        fixed_shapes=fixed_shapes,
+        like=torch.empty(0, dtype=dtype, device=device),
         key=torch.tensor(key),
     )
     _plans[key] = made
@@ -232,86 +267,77 @@ def _check_options(
         raise ValueError(f"fixed shapes are for sdpa only, not for {name}")
 
 
-def _check_ids(index: int, blocks: Sequence[int], num_blocks: int) -> None:
-    if min(blocks) < 0 or max(blocks) >= num_blocks:
+def _checked_blocks(
+    runs: Sequence[RunRows], private: Sequence[PrivateRows], num_blocks: int
+) -> Tensor:
+    """Return all blocks, one after the other: int64.
+
+    Raises:
+        ValueError: one is outside the caches.
+    """
+    buffer = array("q")
+    for run in runs:
+        buffer.extend(run.blocks)
+    for rows in private:
+        buffer.extend(rows.blocks)
+    if not buffer:
+        return torch.zeros(0, dtype=torch.int64)
+    found = torch.frombuffer(buffer, dtype=torch.int64)
+    least, most = found.aminmax()
+    if least < 0 or most >= num_blocks:
+        owners = [(min(run.rows), run.blocks) for run in runs]
+        owners += [(rows.row, rows.blocks) for rows in private]
+        row = next(row for row, ids in owners if min(ids) < 0 or max(ids) >= num_blocks)
+        index = max(index for index, rows in enumerate(private) if rows.row <= row)
         raise ValueError(f"request {index} has a block id outside [0, {num_blocks})")
+    return found
 
 
-def _blocks(requests: Sequence[RequestRows], run: SharedRun) -> Sequence[int]:
-    return requests[run.members[0]].block_table[run.first_block : run.end_block]
+def _run_rows(
+    run: SharedRun, requests: Sequence[RequestRows], private: Sequence[PrivateRows]
+) -> RunRows:
+    blocks = requests[run.members[0]].block_table[run.first_block : run.end_block]
+    members = [private[member] for member in run.members]
+    rows = [row for each in members for row in range(each.row, each.row + each.num_rows)]
+    return RunRows(rows, blocks)
 
 
-def _pieces(
-    run: SharedRun, private: Sequence[PrivateRows], block_size: int
-) -> Iterator[SharedRun]:
-    num_rows = sum(private[member].num_rows for member in run.members)
-    size = max(-(-_PIECE_KEYS // block_size), -(-run.num_blocks // _MAX_PIECES))
-    if num_rows < _PIECE_ROWS or run.num_blocks < 2 * size:
+def _pieces(run: RunRows, block_size: int) -> Iterator[RunRows]:
+    num_blocks = len(run.blocks)
+    size = max(-(-_PIECE_KEYS // block_size), -(-num_blocks // _MAX_PIECES))
+    if len(run.rows) < _PIECE_ROWS or num_blocks < 2 * size:
         yield run
         return
-    for first in range(run.first_block, run.end_block, size):
-        yield run._replace(first_block=first, num_blocks=min(size, run.end_block - first))
+    for first in range(0, num_blocks, size):
+        yield run._replace(blocks=run.blocks[first : first + size])
 
 
-def _levels(shared: Sequence[SharedRun]) -> list[int]:
-    """Give each run the lowest level at which it has no member in common with those before."""
-    taken: dict[int, set[int]] = {}
-    levels: list[int] = []
-    for run in shared:
-        others = set().union(*(taken.get(member, ()) for member in run.members))
-        level = next(n for n in itertools.count() if n not in others)
-        for member in run.members:
-            taken.setdefault(member, set()).add(level)
+def _levels(runs: Sequence[RunRows]) -> list[int]:
+    """Give each run the lowest level at which it has no row in common with those before."""
+    taken: list[set[int]] = []
+    levels = []
+    for run in runs:
+        free = (level for level, rows in enumerate(taken) if rows.isdisjoint(run.rows))
+        level = next(free, len(taken))
+        if level == len(taken):
+            taken.append(set())
+        taken[level].update(run.rows)
         levels.append(level)
     return levels
 
 
-def _pass(
-    run: SharedRun,
-    level: int,
-    requests: Sequence[RequestRows],
-    private: Sequence[PrivateRows],
-    *,
-    block_size: int,
-    like: Tensor,
-) -> SharedPass:
-    rows = _rows(run, private)
+def _pass(run: RunRows, level: int, *, block_size: int, like: Tensor) -> SharedPass:
+    rows = run.rows
     first = rows[0]
     return SharedPass(
         rows=slice(first, first + len(rows))
         if rows[-1] - first + 1 == len(rows)  # they ascend
         else int64(rows).to(like.device),
         num_rows=len(rows),
-        blocks=block_ids(_blocks(requests, run), like.device),
-        num_keys=run.num_blocks * block_size,
+        blocks=block_ids(run.blocks, like.device),
+        num_keys=len(run.blocks) * block_size,
         level=level,
         dtype=compute_dtype(len(rows), like.dtype, like.device),
-    )
-
-
-def _rows(run: SharedRun, private: Sequence[PrivateRows]) -> list[int]:
-    return [
-        row
-        for member in run.members
-        for row in range(private[member].row, private[member].row + private[member].num_rows)
-    ]
-
-
-def _units(
-    runs: Sequence[SharedRun],
-    requests: Sequence[RequestRows],
-    private: Sequence[PrivateRows],
-    block_size: int,
-) -> Units:
-    levels = _levels(runs)
-    return units(
-        [
-            (_rows(run, private), _blocks(requests, run), level)
-            for run, level in zip(runs, levels, strict=True)
-        ],
-        [rows for rows in private if rows.num_rows == 1],
-        num_runs_parts=max(levels, default=-1) + 1,
-        block_size=block_size,
     )
 
 
@@ -339,8 +365,8 @@ def _main() -> None:
     )
     for index, (request, rows) in enumerate(zip(requests, step.private, strict=True)):
         print(f"request {index}: blocks {request.block_table}, for itself {rows.blocks}")  # noqa: T201
-    for run in step.shared:
-        print(f"read once for requests {run.members}: {_blocks(requests, run)}")  # noqa: T201
+    for run, laid in zip(step.shared, step.runs, strict=True):
+        print(f"read once for requests {run.members}: {laid.blocks}")  # noqa: T201
     for group in step.decodes:
         print(f"together: rows {group.rows.tolist()}, up to {group.num_keys} private keys each")  # noqa: T201
 

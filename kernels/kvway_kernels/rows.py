@@ -58,6 +58,18 @@ class SharedRun(NamedTuple):
         return self.first_block + self.num_blocks
 
 
+class RunRows(NamedTuple):
+    """Blocks that some rows of a step see whole.
+
+    Attributes:
+        rows: the rows, ascending.
+        blocks: ids of the blocks, in order.
+    """
+
+    rows: Sequence[int]
+    blocks: Sequence[int]
+
+
 @dataclass(frozen=True, slots=True)
 class PrivateRows:
     """A request's rows, and the keys that are read for it alone: never none, the rows' own.

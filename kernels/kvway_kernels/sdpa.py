@@ -36,7 +36,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend as `kvway_kernels.api.cascade_attention` promises; arguments already checked."""
     is_compiled = plan.implementation == "compiled"
-    if plan.units is not None and native.can_attend(q):
+    if is_compiled and native.can_attend(q):
         return _attend_natively(q, k_cache, v_cache, plan, scale=scale, softcap=softcap)
     parts = _shared(q, k_cache, v_cache, plan, scale=scale, softcap=softcap)
     if is_compiled and len(plan.decodes) == 1 and plan.decodes[0].num_requests == len(q):
@@ -72,17 +72,15 @@ def _attend_natively(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Attend in one call; chunks of prompts add their private keys, and are merged, behind it."""
-    assert isinstance(k_cache, Tensor) and isinstance(v_cache, Tensor)  # noqa: PT018, S101
-    assert plan.units is not None  # noqa: S101
     merged = not plan.prefills
     out, lse = native.attend(
         q, k_cache, v_cache, plan.units, scale=scale, softcap=softcap, merged=merged
     )
-    if merged:
-        return out, lse
-    for prefill in plan.prefills:
-        _prefill(out[-1], lse[-1], q, k_cache, v_cache, prefill, scale=scale, softcap=softcap)
-    return merge_states(out, lse)
+    if not merged:
+        for prefill in plan.prefills:
+            _prefill(out[-1], lse[-1], q, k_cache, v_cache, prefill, scale=scale, softcap=softcap)
+        out, lse = merge_states(out, lse)
+    return out.to(q.dtype), lse
 
 
 def _shared(

@@ -263,10 +263,14 @@ def test_scales_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_step_planned_for_what_cannot_read_them_is_refused() -> None:
-    with pytest.raises(ValueError, match="'compiled' does not read quantised blocks"):
-        chosen("compiled", is_quantised=True)
-    assert chosen("auto", is_quantised=True) == ("sdpa", "quantised blocks")
-    world = World(torch.int8, lengths=[(1, 4)])
+    with pytest.raises(
+        ValueError, match=r"'compiled' does not read quantised blocks .* of 40 on cpu"
+    ):
+        chosen("compiled", is_quantised=True, head_dim=40)
+    assert chosen("auto", is_quantised=True, head_dim=40) == ("sdpa", "quantised blocks")
+    assert chosen("auto", is_quantised=True, device="cuda") == ("sdpa", "quantised blocks")
+    assert chosen("auto", is_quantised=True, head_dim=48) == chosen("auto")
+    world = World(torch.int8, lengths=[(1, 4)], head_dim=40)
     step = dataclasses.replace(world.planned(), implementation="compiled")
     with pytest.raises(ValueError, match="planned for 'compiled', which does not read quantised"):
         paged_attention(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvway_kernels import reference
 from kvway_kernels.api import PagedPlan, RequestRows, SharedRun, cascade_attention, plan
+from kvway_kernels.quant import KV, BlockLayout, Quantised, quantise
 
 BLOCK_SIZE = 16
 
@@ -67,6 +68,8 @@ class Tree:
     scale: float
     softcap: float | None = None
     window: int | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
     @classmethod
     def of(
@@ -76,6 +79,7 @@ class Tree:
         heads: tuple[int, int] = (6, 2),
         head_dim: int = 64,
         dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
         seed: int = 0,
         poison: float | None = None,
         softcap: float | None = None,
@@ -83,7 +87,8 @@ class Tree:
     ) -> Tree:
         """Make random requests in scattered blocks. Block 0 belongs to nobody.
 
-        Where `poison` is given it fills every slot that no request owns.
+        Where `poison` is given it fills every slot that no request owns. Where `kv_dtype` is, keys
+        and values are quantised.
         """
         generator = torch.Generator().manual_seed(seed)
         counts = [-(-keys // BLOCK_SIZE) for _, keys in shape.lengths]
@@ -102,6 +107,10 @@ class Tree:
             k_cache[~owned] = v_cache[~owned] = poison
         num_rows = sum(rows for rows, _ in shape.lengths)
         q = torch.randn(num_rows, heads[0], head_dim, generator=generator).to(dtype)
+        (k_cache, k_scale), (v_cache, v_scale) = (
+            (numbers, None) if kv_dtype is None else _quantised(numbers, kv_dtype)
+            for numbers in (k_cache, v_cache)
+        )
         return cls(
             q,
             k_cache,
@@ -114,6 +123,8 @@ class Tree:
             head_dim**-0.5,
             softcap,
             window,
+            k_scale,
+            v_scale,
         )
 
     def planned(self, implementation: str) -> PagedPlan:
@@ -137,20 +148,35 @@ class Tree:
             self.planned(implementation),
             scale=self.scale,
             softcap=self.softcap,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
         )
 
     def specified(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """Return what the reference makes of it, in `dtype`."""
         return reference.paged_attention(
             self.q,
-            self.k_cache,
-            self.v_cache,
+            self._kv(self.k_cache, self.k_scale),
+            self._kv(self.v_cache, self.v_scale),
             self.requests,
             scale=self.scale,
             softcap=self.softcap,
             window=self.window,
             dtype=dtype,
         )
+
+    @staticmethod
+    def _kv(cache: Tensor, scale: Tensor | None) -> KV:
+        return cache if scale is None else Quantised(cache, scale)
+
+
+def _quantised(numbers: Tensor, dtype: torch.dtype) -> Quantised:
+    num_blocks, block_size, num_kv_heads, head_dim = numbers.shape
+    cache = BlockLayout(block_size, num_kv_heads, head_dim, dtype).allocate(num_blocks)
+    codes = quantise(numbers, dtype)
+    cache.data.view(torch.int8).copy_(codes.data.view(torch.int8))
+    cache.scale.copy_(codes.scale)
+    return cache
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from kvway_core.errors import ConfigError
-from kvway_kernels.api import PagedPlan, RequestRows, SharedRun, chosen, plan
+from kvway_kernels.api import HEAD_STEP, PagedPlan, RequestRows, SharedRun, chosen, plan
 from kvway_worker.load import AttentionReading
 from kvway_worker.scheduling.prefix_groups import CascadeCosts, PrefixGroups, TableRow, paying
 from kvway_worker.torch_engine.calls import Part
@@ -82,20 +82,25 @@ class AttentionChoice:
         device: torch.device,
         deterministic: bool,
         is_quantised: bool = False,
+        head_dim: int = HEAD_STEP,
     ) -> AttentionChoice:
-        """Choose by the options and by what this machine can run.
+        """Choose by the options, by what is in the cache, and by what this machine can run.
 
         Raises:
             ConfigError: what is asked for by name cannot run here.
         """
-        if deterministic:
-            return cls("sdpa", "--deterministic", "off: --deterministic")
         asked = options.implementation
+        if deterministic:
+            if asked not in ("auto", "sdpa"):
+                problem = f"--attention {asked} and --deterministic exclude each other: drop one"
+                raise ConfigError([problem])
+            return cls("sdpa", "--deterministic", "off: --deterministic")
         cascade = "on" if options.cascade else "off: --no-cascade"
         if asked == "auto" and not options.compiles:
             return cls("sdpa", "--no-compile", cascade)
         try:
-            return cls(*chosen(asked, device=device, is_quantised=is_quantised), cascade)
+            found = chosen(asked, device=device, is_quantised=is_quantised, head_dim=head_dim)
+            return cls(*found, cascade)
         except ValueError as error:
             raise ConfigError([f"--attention {asked}: {error}"]) from error
 

@@ -113,14 +113,15 @@ class TorchEngine:
         compiled_in: Path | None = None
         if attention.may_compile and not deterministic:
             compiled_in = keep_compiled(os.environ)
+        model = HuggingFaceModel(
+            model_dir, dtype=torch_dtype, device=torch_device, same_bits=deterministic
+        )
         choice = AttentionChoice.of(
             attention,
             device=torch_device,
             deterministic=deterministic,
             is_quantised=kv_dtype != "auto",
-        )
-        model = HuggingFaceModel(
-            model_dir, dtype=torch_dtype, device=torch_device, same_bits=deterministic
+            head_dim=model.head_dim,
         )
         if deterministic and not model.has_own_decoder:
             problem = (
