@@ -109,7 +109,8 @@ def test_a_compiler_that_fails_is_not_the_models_fault(
 ) -> None:
     folder = write_model(tmp_path, head_dim=16)
 
-    def fail(_head_dim: int) -> None:
+    def fail(_head_dim: int, _kind: str, *, is_bfloat16: bool) -> None:
+        assert not is_bfloat16
         raise CppCompileError(["g++"], "cc1plus: fatal error: omp.h: No such file")
 
     monkeypatch.setenv("KVWAY_HOME", str(tmp_path))
