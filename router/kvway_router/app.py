@@ -81,7 +81,10 @@ class Router:
         self._settings = settings
         self._encoder = encoder
         self._supervisor = supervisor
-        params = PolicyParams()
+        params = PolicyParams(
+            host_token_s=settings.host_reload_us * 1e-6,
+            disk_token_s=settings.disk_reload_us * 1e-6,
+        )
         policy = POLICIES[settings.policy]
         model = ServedModel(
             name=name, encoder=encoder, namespace=Namespace(name, settings.block_size)

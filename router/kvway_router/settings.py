@@ -26,6 +26,7 @@ from kvway_router.index import MAX_BYTES, MIN_BYTES
 from kvway_router.policies.registry import DEFAULT_POLICY, POLICIES
 
 _MAX_PORT: Final = 65_535
+_MAX_RELOAD_US: Final = 1_000_000
 _POSITIVE: Final = (
     "block_size",
     "max_body_bytes",
@@ -111,6 +112,12 @@ class RouterSettings:
         DEFAULT_POLICY,
         help=f"how a replica is chosen: {', '.join(POLICIES)}",
         metavar="NAME",
+    )
+    host_reload_us: float = option(
+        8.0, help="time to bring the KV of a token back from host memory", unit="microseconds"
+    )
+    disk_reload_us: float = option(
+        80.0, help="time to bring the KV of a token back from a disk", unit="microseconds"
     )
     max_attempts: int = option(3, help="replicas one request is tried at, at most")
     max_body_bytes: int = option(DEFAULT_MAX_BODY_BYTES, help="largest request body", unit="bytes")
@@ -239,6 +246,12 @@ class RouterSettings:
                 f"--max-bodies-bytes must be at least --max-body-bytes ({self.max_body_bytes}), "
                 f"got {self.max_bodies_bytes}"
             )
+        for name in ("host_reload_us", "disk_reload_us"):
+            if not 0 <= getattr(self, name) <= _MAX_RELOAD_US:
+                yield (
+                    f"{_flag(name)} must be 0 to {_MAX_RELOAD_US:,} microseconds per token, "
+                    f"got {getattr(self, name)}"
+                )
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 yield f"{_flag(name)} must not be negative, got {getattr(self, name)}"
