@@ -166,10 +166,14 @@ class Client:
         """Returns the time since the start of the run."""
         return asyncio.get_running_loop().time() - self._started_s
 
-    async def send(self, request: Request) -> Outcome:
-        """Sends a request when its time has come; always returns how it ended."""
+    async def send(self, request: Request, outcome: Outcome | None = None) -> Outcome:
+        """Sends a request when its time has come; always returns how it ended.
+
+        `outcome` is filled in as things happen, for whoever waits for them.
+        """
         await asyncio.sleep(max(0.0, request.at_s - self.now_s()))
-        outcome = Outcome(request, sent_s=self.now_s())
+        outcome = outcome or Outcome(request)
+        outcome.sent_s = self.now_s()
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await self._ask(request, outcome)

@@ -35,6 +35,7 @@ _WORKER_ARGS: Final = (
 _ROUTER_ARGS: Final = (
     *("--served-model-name", MODEL, "--port", "0", "--admin-port", "0"),
     *("--probe-interval-s", "0.5", "--max-decisions", "10"),
+    *("--first-token-timeout-s", "10", "--token-timeout-s", "5"),
 )
 
 

@@ -73,11 +73,11 @@ class Cluster:
         self.http = http
         self.processes: list[Process] = []
 
-    async def start(self, name: str, *args: str) -> Process:
-        """Start `kvway ARGS` and return once its ready file is there."""
+    async def start(self, name: str, *args: str, prefix: tuple[str, ...] = ()) -> Process:
+        """Start `kvway ARGS`, behind `prefix`, and return once its ready file is there."""
         ready_file = self.folder / f"{name}.json"
         ready_file.unlink(missing_ok=True)
-        process = self.spawn(name, *args, "--ready-file", str(ready_file))
+        process = self.spawn(name, *args, "--ready-file", str(ready_file), prefix=prefix)
 
         async def ready() -> dict[str, Any] | None:
             assert process.popen.poll() is None, f"{name} died: {process.tail}"
@@ -91,34 +91,43 @@ class Cluster:
         )
         return process
 
-    def spawn(self, name: str, *args: str) -> Process:
+    def spawn(self, name: str, *args: str, prefix: tuple[str, ...] = ()) -> Process:
         """Start `kvway ARGS` without waiting for anything."""
         log = self.folder / f"{name}.log"
         with log.open("ab") as out:
             popen = subprocess.Popen(
-                [KVWAY, *args], stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                [*prefix, KVWAY, *args],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
             )
         process = Process(name, popen, log)
         self.processes.append(process)
         return process
 
-    async def worker(self, name: str, *args: str, port: int = 0) -> Process:
+    async def worker(
+        self, name: str, *args: str, port: int = 0, prefix: tuple[str, ...] = ()
+    ) -> Process:
         """Start a sim worker on a free port (or on the port that it had before)."""
         return await self.start(
             name,
             *("worker", "--engine", "sim", "--model", str(self.model), "--port", str(port)),
             *("--served-model-name", "tiny", *args),
+            prefix=prefix,
         )
 
-    async def router(self, *workers: Process, args: tuple[str, ...] = ()) -> Process:
-        """Start a router in front of these workers and wait until it sees all of them."""
-        replicas = [flag for worker in workers for flag in ("--replica", worker.ready["url"])]
+    async def router(
+        self, *workers: Process, args: tuple[str, ...] = (), urls: tuple[str, ...] = ()
+    ) -> Process:
+        """Start a router in front of these workers and URLs and wait until it sees all of them."""
+        urls = (*(worker.ready["url"] for worker in workers), *urls)
+        replicas = [flag for url in urls for flag in ("--replica", url)]
         router = await self.start(
             "router",
             *("router", "--model", str(self.model), "--served-model-name", "tiny"),
             *("--port", "0", "--admin-port", "0", *replicas, *args),
         )
-        await self.replicas_ready(router, len(workers))
+        await self.replicas_ready(router, len(urls))
         return router
 
     async def replicas_ready(self, router: Process, count: int) -> None:
