@@ -15,6 +15,7 @@ from kvway_core.errors import InvalidRequest, NotFound
 from kvway_core.web import json_response
 from kvway_router.decisions import DecisionStore, DecisionSummary
 from kvway_router.fleet import Fleet
+from kvway_router.prefixes.watch import PrefixWatch
 
 _DEFAULT_LIMIT: Final = 50
 _PAGE_FILES: Final = {
@@ -43,10 +44,11 @@ class DecisionList(msgspec.Struct, frozen=True):
 class AdminHandlers:
     """The routes that only the admin listener has."""
 
-    def __init__(self, *, decisions: DecisionStore, fleet: Fleet) -> None:
+    def __init__(self, *, decisions: DecisionStore, fleet: Fleet, prefixes: PrefixWatch) -> None:
         """Takes what is shown, and reads the files of the page."""
         self._decisions = decisions
         self._fleet = fleet
+        self._prefixes = prefixes
         folder = resources.files("kvway_router") / "ui"
         self._page = {
             path: ((folder / name).read_bytes(), content_type)
@@ -59,6 +61,7 @@ class AdminHandlers:
             web.get("/admin/decisions", self.list_decisions),
             web.get("/admin/decisions/{id}", self.decision),
             web.get("/admin/replicas", self.replicas),
+            web.get("/admin/prefixes", self.prefixes),
             *(web.get(path, self.page) for path in _PAGE_FILES),
         ]
 
@@ -80,6 +83,10 @@ class AdminHandlers:
     async def replicas(self, _request: web.Request) -> web.Response:
         """``GET /admin/replicas``."""
         return json_response(msgspec.json.encode(self._fleet.view()))
+
+    async def prefixes(self, _request: web.Request) -> web.Response:
+        """``GET /admin/prefixes``."""
+        return json_response(msgspec.json.encode(self._prefixes.report))
 
     async def page(self, request: web.Request) -> web.Response:
         """``GET /`` and the files of the page."""

@@ -35,6 +35,7 @@ from kvway_router.ledger import Ledger
 from kvway_router.metrics import FleetCollector, RouterMetrics
 from kvway_router.policies.registry import POLICIES, first_state
 from kvway_router.policy import PolicyParams
+from kvway_router.prefixes.watch import PrefixCollector, PrefixWatch
 from kvway_router.proxy import ReplicaClient
 from kvway_router.reading import ReaderPool, ServedModel
 from kvway_router.replica import ReplicaOptions
@@ -42,7 +43,7 @@ from kvway_router.replicas import ReplicaSet
 from kvway_router.rests import RestReader
 from kvway_router.settings import RouterSettings
 from kvway_router.snapshot_keeper import SnapshotKeeper
-from kvway_router.trips import TripLog
+from kvway_router.trips import Trip, TripLog
 
 _MAX_ADMIN_BODY_BYTES: Final = 1024
 
@@ -141,6 +142,14 @@ class Router:
             timeout_s=settings.queue_timeout_s,
         )
         self.replicas.on_change = self.admission.look
+        self._prefixes = PrefixWatch(
+            lambda text: len(encoder.encode_text(text, add_special_tokens=False)), clock=clock
+        )
+
+        def ended(trip: Trip) -> None:
+            metrics.observe(trip)
+            self._prefixes.offer(trip)
+
         self.dispatcher = Dispatcher(
             intake=Intake(
                 model=model,
@@ -175,9 +184,7 @@ class Router:
             ),
             replicas=self.replicas,
             ledger=ledger,
-            trips=TripLog(
-                decisions=self.decisions, traffic=traffic, observe=metrics.observe, clock=clock
-            ),
+            trips=TripLog(decisions=self.decisions, traffic=traffic, observe=ended, clock=clock),
             block_size=settings.block_size,
             max_attempts=settings.max_attempts,
             timeout_s=settings.request_timeout_s,
@@ -192,6 +199,7 @@ class Router:
             )
         )
         metrics.registry.register(FeedCollector(self.replicas))
+        metrics.registry.register(PrefixCollector(self._prefixes))
         api = ApiHandlers(
             dispatcher=self.dispatcher,
             replicas=self.replicas,
@@ -201,7 +209,7 @@ class Router:
             created_s=int(clock.time()),
         )
         self._api = _runner(api.routes(), settings.http_limits)
-        admin = AdminHandlers(decisions=self.decisions, fleet=fleet)
+        admin = AdminHandlers(decisions=self.decisions, fleet=fleet, prefixes=self._prefixes)
         self._admin = _runner(
             [*admin.routes(), *api.probes()], HttpLimits(max_body_bytes=_MAX_ADMIN_BODY_BYTES)
         )
@@ -229,6 +237,7 @@ class Router:
             opening.callback(self.readers.close)
             opening.callback(self._parsers.close)
             opening.callback(self._rests.close)
+            opening.callback(self._prefixes.close)
             await opening.enter_async_context(self._client)
             opening.push_async_callback(self._api.cleanup)
             opening.push_async_callback(self._admin.cleanup)
@@ -242,6 +251,7 @@ class Router:
             if self._keeper is not None:
                 await self._keeper.load()
                 _ = self._supervisor.spawn("index-snapshot", self._keeper.run())
+            self._prefixes.start()
             _ = self._supervisor.spawn("replicas", self.replicas.run())
             _ = self._supervisor.spawn("discovery", self._discovery.run())
             self._open = opening.pop_all()

@@ -47,6 +47,8 @@ class Trip:
             before it.
         prompt_read: How far the first prompt was read before the choice: "whole", "front", or
             "overdue" when its time was up; None before that.
+        reading: The prompt; None before it is read.
+        token_s: What one more token of the prompt takes at the chosen replica, as predicted.
         rest_pending: Whether the prompt is counted by estimate, and will be known.
         when_known: Called once it is, if the request has ended before.
     """
@@ -57,6 +59,7 @@ class Trip:
         """Begins with the arrival."""
         self.request_id = request_id
         self.route = route
+        self.reading: Reading | None = None
         self.request: ReadRequest | None = None
         self.record: DecisionRecord | None = None
         self.is_event_stream = False
@@ -68,6 +71,7 @@ class Trip:
         self.refusal: Refusal | None = None
         self.prompt_read: str | None = None
         self.ttft_s: float | None = None
+        self.token_s: float | None = None
         self.rest_pending = False
         self.when_known: Callable[[], None] | None = None
         self._reported_tokens: int | None = None
@@ -104,6 +108,7 @@ class Trip:
 
     def read(self, reading: Reading, *, block_size: int) -> None:
         """The prompt is known, as far as the choice needs it."""
+        self.reading = reading
         self.request = reading.request
         self.prompt_read = (
             "overdue" if reading.overdue else "whole" if reading.front_done else "front"
@@ -121,6 +126,7 @@ class Trip:
         attempts = self.record.attempts if self.record is not None else ()
         attempt = AttemptRecord(replica_id=decision.replica_id, reason=decision.reason.value)
         chosen = decision.chosen
+        self.token_s = chosen.work_s / max(1, chosen.uncached_tokens)
         record = DecisionRecord(
             **self._asked(self.request),
             replica_id=decision.replica_id,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvway_router.prefixes.comparing import MIN_LOST_TOKENS, Loss, losses
 from kvway_router.prefixes.findings import MAX_VALUES, Example, Finding, Suspect, Totals
@@ -45,6 +45,18 @@ _CUT_MARGIN_BYTES: Final = 64
 _BEFORE_BYTES: Final = 24
 
 CountTokens = Callable[[str], int]
+
+
+class Look(NamedTuple):
+    """What one prompt shows.
+
+    Attributes:
+        losses: What it lost.
+        proved: What has just become a finding.
+    """
+
+    losses: tuple[Loss, ...] = ()
+    proved: tuple[Finding, ...] = ()
 
 
 class PrefixFinder:
@@ -79,7 +91,7 @@ class PrefixFinder:
         """Text that is remembered."""
         return self._num_bytes
 
-    def look(self, prompt: SeenPrompt, *, now_s: float, weight: float = 1.0) -> list[Finding]:
+    def look(self, prompt: SeenPrompt, *, now_s: float, weight: float = 1.0) -> Look:
         """Looks at one prompt, after it was served.
 
         Args:
@@ -87,13 +99,11 @@ class PrefixFinder:
             now_s: Unix seconds.
             weight: How many requests it stands for.
 
-        Returns:
-            What has just become a finding.
         """
         self.totals.add(weight, prompt.num_tokens, prompt.hit_tokens)
         if prompt.num_tokens - prompt.hit_tokens < MIN_LOST_TOKENS:
             self._note_reuse(prompt, weight)
-            return []
+            return Look()
         earlier = self._sibling(prompt)
         found = losses(earlier, prompt) if earlier is not None else []
         if not found:
@@ -104,7 +114,7 @@ class PrefixFinder:
             for loss in found
             if (suspect := self._note_loss(prompt, loss, weight, now_s=now_s)) is not None
         ]
-        return [suspect.finding(self.totals) for suspect in proved]
+        return Look(tuple(found), tuple(suspect.finding(self.totals) for suspect in proved))
 
     def findings(self, *, now_s: float) -> list[Finding]:
         """Returns what keeps prompts from sharing, the most costly first."""
