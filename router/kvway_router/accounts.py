@@ -122,8 +122,8 @@ class Account:
 
     def charge(self, chosen: Candidate, *, is_stream: bool) -> Charge:
         """Opens the entry of a request; see `Ledger.charge`."""
-        if self.foreign_prefills and self.fresh() is not None:
-            self.stretch = None
+        if chosen.slow_blocks or (self.foreign_prefills and self.fresh() is not None):
+            self.stretch = None  # what else will take time shows nowhere
         elif self.num_prefills == 0:
             self.stretch, self.stretch_s = PrefillSample(), self.now()
         charge = Charge(self, chosen)

@@ -12,8 +12,9 @@ from typing_extensions import override
 
 from kvway_core.clock import SystemClock
 from kvway_router.probe import MAX_PAGE_BYTES
-from tests.e2e.routing import chat, hold_all, words
+from tests.e2e.routing import BLOCK, chat, hold_all, words
 from tests.e2e.test_routing_states import holder_of
+from tests.router.engine_publisher import EnginePublisher, stored, vllm_maps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,6 +182,26 @@ async def test_our_own_requests_are_not_taken_for_those_of_others(
     if says is sglang:
         assert [replica["in_flight"] for replica in view["replicas"]] == [0, 0]
     assert [replica["num_prefills"] for replica in view["replicas"]] == [0, 0]
+
+
+async def test_blocks_on_the_host_cost_what_the_option_says(start_routers: StartRouters) -> None:
+    prompt = words("host", 20 * BLOCK)
+    async with EnginePublisher(vllm_maps) as engine:
+        events = f"{engine.pub},replay={engine.replay}"
+        (bench,) = await start_routers(
+            1, metrics=vllm(), kv_events=(events,), host_reload_us=500.0
+        )
+        name = bench.replica.replica_id
+        tokens = list(prompt.encode())
+        await engine.publish(stored(range(100, 110), tokens[: 10 * BLOCK]))
+        on_host = stored(range(110, 120), tokens[10 * BLOCK :], parent=109, medium="CPU")
+        await engine.publish(on_host)
+        await bench.router.replicas.wait_for(lambda: bench.router.replicas.is_fed(name))
+        body = {"model": "test-model", "prompt": prompt + "and more"}
+        async with bench.client.post(bench.api("/v1/completions"), json=body) as response:
+            (chosen,) = (await bench.decision(response.headers))["candidates"]
+        assert (chosen["matched_blocks"], chosen["slow_blocks"]) == (20, 10)
+        assert chosen["reload_s"] == pytest.approx(10 * BLOCK * 500e-6)
 
 
 async def test_a_page_without_end_is_given_up(start_routers: StartRouters) -> None:

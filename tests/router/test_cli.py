@@ -57,6 +57,8 @@ def test_the_example_file_has_every_option() -> None:
         ("--max-attempts must be more than 0", (*NEEDED, "--max-attempts", "0")),
         ("--max-index-bytes must be 9424 to", (*NEEDED, "--max-index-bytes", "1000")),
         ("--drain-timeout-s must not be negative", (*NEEDED, "--drain-timeout-s", "-1")),
+        ("--host-reload-us must not be negative", (*NEEDED, "--host-reload-us", "-1")),
+        ("--disk-reload-us must be 1e+06 at most", (*NEEDED, "--disk-reload-us", "2e6")),
         ("--policy 'best' is not one of cost, round_robin,", (*NEEDED, "--policy", "best")),
         ("--bogus", (*NEEDED, "--bogus")),
     ],

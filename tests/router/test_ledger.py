@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -280,6 +281,81 @@ def test_no_rate_is_learned_behind_the_prefills_of_others(
     clock.advance(1.0)
     charge.token()
     assert load(ledger).prefill_tokens_per_s is None
+
+
+def test_no_rate_is_learned_while_blocks_come_back_from_slower_tiers(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    slow = msgspec.structs.replace(candidate(tokens=500, cached=500), slow_blocks=30)
+    with ledger.charge(slow) as charge:
+        clock.advance(9.0)
+        charge.token()
+    assert load(ledger).prefill_tokens_per_s is None
+
+
+def test_a_queue_that_is_not_counted_in_tokens_is_taken_for_prompts_like_ours(
+    ledger: Ledger,
+) -> None:
+    told = Telemetry(num_running=2, num_waiting=3)
+    ledger.report("a:1", told, asked_s=ledger.now())
+    assert load(ledger).queued_tokens == 3 * PARAMS.chunk_tokens, "none of ours is known yet"
+    with ledger.charge(candidate("b", tokens=500)):
+        ledger.report("a:1", told, asked_s=ledger.now())
+    assert load(ledger).queued_tokens == 3 * 500
+    assert (load(ledger).num_prefills, load(ledger).in_flight) == (3, 5)
+
+
+def test_a_count_that_lags_takes_no_request_of_ours_for_that_of_another(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    """Eight were there at once within the lag, so of the nine that are told of one is foreign."""
+    told = Telemetry(num_running=6, num_waiting=3, lag_s=30.0)
+    charges = [ledger.charge(candidate()) for _ in range(8)]
+    for charge in charges:
+        clock.advance(1.0)
+        charge.close()
+    ledger.report("a:1", told, asked_s=ledger.now())
+    assert (load(ledger).in_flight, load(ledger).num_prefills) == (1, 1)
+    clock.advance(26.0)
+    ledger.report("a:1", told, asked_s=ledger.now())
+    assert load(ledger).in_flight == 4, "five were there half a minute ago"
+    clock.advance(60.0)
+    with ledger.charge(candidate()):
+        pass
+    ledger.report("a:1", told, asked_s=ledger.now())
+    assert load(ledger).in_flight == 8
+    assert len(ledger._accounts["a:1"]._before) == 1
+
+
+def test_an_engine_that_counts_no_tokens_says_nothing_of_prefills(
+    ledger: Ledger, clock: FakeClock
+) -> None:
+    """None waits, but one may be half done: what was promised counts, not the report."""
+    ledger.charge(candidate(tokens=500), is_stream=False)  # predicted to take 5 s
+    clock.advance(4.0)
+    ledger.report("a:1", Telemetry(num_running=1), asked_s=ledger.now())
+    assert load(ledger).num_prefills == 1
+    clock.advance(1.1)
+    assert load(ledger).num_prefills == 0
+
+
+def test_how_many_replicas_were_busy_is_a_mean_over_time(ledger: Ledger, clock: FakeClock) -> None:
+    both = [("a:1", 0), ("b:1", 0)]
+    ledger.loads(both)
+    charge = ledger.charge(candidate())
+    for _ in range(5):
+        ledger.loads(both)
+    assert ledger.busy_share == 0.0, "no time has gone by"
+    clock.advance(20.0)
+    ledger.loads(both)
+    assert ledger.busy_share == pytest.approx(0.5 * (1 - math.exp(-1)))
+    clock.advance(1000.0)
+    ledger.loads(both)
+    assert ledger.busy_share == pytest.approx(0.5)
+    charge.close()
+    clock.advance(1000.0)
+    ledger.loads(both)
+    assert ledger.busy_share == pytest.approx(0.0)
 
 
 def test_an_unknown_rate_is_borrowed_for_the_queue(ledger: Ledger) -> None:
