@@ -3,11 +3,12 @@
     grid        one layer of a decode step in four ways (see cascade_ways.py), for the heads of
                 SmolLM2 and of Llama-3-8B: time, bytes, and the share of what this machine can do
     slowdown    where the cost model says no: whole steps that may cascade, against plain ones
-    grouping    finding what 64 requests of 8k tokens share, as a share of their decode step
+    grouping    finding what 64 requests of 8k tokens share, and planning the step, as shares of it
     engine      decode in the worker's engine, SmolLM2, 32 requests on a prefix of 4k tokens
 
 Ways that are compared take turns in one run; on a CPU one thread computes and processor time
-counts, the shortest of the rounds; in the engine the clock counts, and the median. The floor of a
+counts, the shortest of the rounds; the slowdown is the median of pairs; in the engine the clock
+counts, and the median. The floor of a
 step is the larger of bytes, each read once, at the measured bandwidth, and of operations at the
 measured rate of a large matrix product.
 """
@@ -33,6 +34,7 @@ from kvway_worker.scheduling.prefix_groups import CascadeCosts
 from kvway_worker.torch_engine import TorchEngine
 from kvway_worker.torch_engine.attention import AttentionOptions
 from loadtests.cascade_engine import Decoding, Workload, grouping_s, in_turn
+from loadtests.cascade_page import Outcome, publish
 from loadtests.cascade_plot import Panel, svg
 from loadtests.cascade_ways import BLOCK_SIZE, Case, Timed, Ways, rates
 from loadtests.report import Report, Spread, commit, machine, table
@@ -46,22 +48,6 @@ NUM_OWN: Final = (32, 256)
 QUICK: Final = ((2, 64, 32), (4, 512, 32))
 GOAL: Final = (32, 4096, 32)
 """Requests, shared and own tokens of the figures that have a name."""
-
-ROOT: Final = Path(__file__).parents[1]
-RESULTS: Final = ROOT / "loadtests" / "results" / "cascade.json"
-PLOT: Final = ROOT / "docs" / "cascade-speedup.svg"
-PAGE: Final = ROOT / "docs" / "cascade.md"
-BEGIN: Final = "<!-- measured: begin -->"
-END: Final = "<!-- measured: end -->"
-
-
-class Outcome(NamedTuple):
-    """What one part measured: a table for people, numbers for machines."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    metrics: Mapping[str, float]
 
 
 class Key(NamedTuple):
@@ -226,14 +212,29 @@ class Bench:
         key = Key("smollm2", dtype, num_requests, num_tokens - 32, 32)
         timed = self.ways(key).time(rounds=self.args.rounds, budget_s=self.args.case_s)
         step_s = NUM_LAYERS["smollm2"] * timed.best_s("cascade")
-        share = 100 * found_s / step_s
+        planned_s = self.ways(key).planning_s(rounds=4 * self.args.rounds)
+        shares = [100 * seconds / step_s for seconds in (found_s, planned_s)]
         return Outcome(
-            f"Finding what {num_requests} requests of {num_tokens} tokens share, per step",
-            ("us", "attention of the step, ms", "%"),
-            [(f"{1e6 * found_s:.0f}", f"{1000 * step_s:.1f}", f"{share:.3f}")],
+            f"Finding what {num_requests} requests of {num_tokens} tokens share, and planning",
+            (
+                "finding, us",
+                "planning, us",
+                "attention of the step, ms",
+                "% finding",
+                "% planning",
+            ),
+            [
+                (
+                    *(f"{1e6 * seconds:.0f}" for seconds in (found_s, planned_s)),
+                    f"{1000 * step_s:.1f}",
+                    *(f"{share:.3f}" for share in shares),
+                )
+            ],
             {
                 "grouping_us_64x8k": round(1e6 * found_s, 1),
-                "grouping_pct_64x8k": round(share, 3),
+                "grouping_pct_64x8k": round(shares[0], 3),
+                "planning_us_64x8k": round(1e6 * planned_s, 1),
+                "planning_pct_64x8k": round(shares[1], 3),
             },
         )
 
@@ -325,25 +326,9 @@ def main(argv: Sequence[str]) -> int:
     if args.output:
         args.output.write_text(result.json() + "\n", encoding="utf-8")
     if args.publish:
-        RESULTS.write_text(result.json() + "\n", encoding="utf-8")
-        PLOT.write_text(bench.plot(), encoding="utf-8")
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(with_measured(text, outcomes, result), encoding="utf-8")
+        publish(outcomes, result, plot=bench.plot(), at=GOAL[1:])
     print(result.json())
     return 0
-
-
-def with_measured(page: str, outcomes: Sequence[Outcome], report: Report) -> str:
-    """Return the page with this run's figures in place of those between its two marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    lines = [BEGIN, "", f"{report.machine}; `{report.command}`.", ""]
-    for outcome in outcomes:
-        at_goal = [row for row in outcome.rows if GOAL[1] in row and GOAL[2] in row]
-        lines += [f"{outcome.title}:", "", _markdown(outcome.header, at_goal or outcome.rows), ""]
-    named = {key: value for key, value in report.metrics.items() if not key.startswith("ms_")}
-    rows = [(f"`{key}`", value) for key, value in sorted(named.items())]
-    return before + "\n".join([*lines, _markdown(("figure", ""), rows), "", END]) + after
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -401,11 +386,6 @@ def _named(key: Key, timed: Timed, share: float) -> dict[str, float]:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    cells = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells)
 
 
 if __name__ == "__main__":

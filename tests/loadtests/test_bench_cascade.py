@@ -14,9 +14,9 @@ import torch
 from kvway_kernels.costs import HeadShape
 from kvway_worker.scheduling.prefix_groups import CascadeCosts
 from kvway_worker.sim import SimEngine
-from loadtests import bench_cascade, cascade_ways
-from loadtests.bench_cascade import BEGIN, END, Outcome, with_measured
+from loadtests import bench_cascade, cascade_page, cascade_ways
 from loadtests.cascade_engine import Decoding, Workload, grouping_s, in_turn
+from loadtests.cascade_page import BEGIN, END, Outcome, with_measured
 from loadtests.cascade_plot import Panel, svg
 from loadtests.cascade_ways import Case, Tables, Ways
 from loadtests.report import Report
@@ -77,8 +77,14 @@ def test_bytes_and_operations_are_those_of_the_case() -> None:
 
 def test_a_step_that_may_cascade_and_does_not_is_compared_with_a_plain_one() -> None:
     laid = ways()
-    assert laid.slowdown(NEVER, rounds=3, budget_s=0) > 0
+    taken = iter([1.0, 3.0, 8.0, 4.0, 2.0, 2.0])  # plain first, may cascade first, plain first
+    laid._clock.seconds = lambda call: (call(), next(taken))[1]  # type: ignore[method-assign]
+    assert laid.slowdown(NEVER, rounds=3, budget_s=0) == 2.0
     assert laid._plans["step"].shared == ()
+
+
+def test_planning_is_of_the_step_that_reads_the_shared_run_once() -> None:
+    assert ways().planning_s(rounds=2) > 0
 
 
 def test_two_engines_decode_in_turn_and_answers_are_compared() -> None:
@@ -111,7 +117,7 @@ def test_a_plot_is_well_formed_and_has_every_line_once() -> None:
 def test_a_run_fills_the_page_between_its_marks_and_nothing_else() -> None:
     page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
     outcome = Outcome("t", ("n", "p", "s"), [(32, 4096, 32), (1, 512, 32)], {})
-    filled = with_measured(page, [outcome], REPORT)
+    filled = with_measured(page, [outcome], REPORT, at=(4096, 32))
     assert filled.startswith("before\n")
     assert filled.endswith("\nafter\n")
     assert "old" not in filled
@@ -119,11 +125,11 @@ def test_a_run_fills_the_page_between_its_marks_and_nothing_else() -> None:
     assert "| 1 | 512 | 32 |" not in filled
     assert "| `x` | 1.5 |" in filled
     assert "ms_y" not in filled
-    assert with_measured(filled, [outcome], REPORT) == filled
+    assert with_measured(filled, [outcome], REPORT, at=(4096, 32)) == filled
 
 
 def test_the_page_has_the_marks() -> None:
-    text = bench_cascade.PAGE.read_text(encoding="utf-8")
+    text = cascade_page.PAGE.read_text(encoding="utf-8")
     assert 0 < text.index(BEGIN) < text.index(END)
 
 
@@ -156,6 +162,7 @@ def test_a_quick_run_measures_every_part_and_ends_with_the_report(
     assert {
         "worst_slowdown_pct",
         "grouping_pct_64x8k",
+        "planning_pct_64x8k",
         "e2e_decode_speedup_n32_p4k",
         "read_gb_per_s_float32",
     } <= set(metrics)
