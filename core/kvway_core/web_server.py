@@ -212,6 +212,26 @@ def _parser_refusal(exc: BaseException | None) -> KvwayError:
     return InvalidRequest("The request is not valid HTTP/1.1.", code=MALFORMED_HTTP)
 
 
+def _malformed(request: web.BaseRequest) -> InvalidRequest | None:
+    """Returns why a request is no HTTP/1.1 although aiohttp took it, None if it is."""
+    if not all(value.isascii() or _is_utf8(value) for _, value in request.raw_headers):
+        return InvalidRequest("The values of headers must be UTF-8.", code=MALFORMED_HTTP)
+    codings = request.headers.getall(hdrs.TRANSFER_ENCODING, [])
+    old = request.version == HttpVersion10
+    if codings and (old or [coding.strip().lower() for coding in codings] != ["chunked"]):
+        return InvalidRequest("The body is not framed as HTTP/1.1 wants.", code=MALFORMED_HTTP)
+    return None
+
+
+def _is_utf8(value: bytes) -> bool:
+    """Says whether a header's value is text: aiohttp's client drops what is not, silently."""
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 def _give_up_on_dead_peers(transport: asyncio.BaseTransport, *, after_s: float) -> None:
     """Has the system close a connection whose peer acknowledges nothing, or has no room, so long.
 
@@ -274,10 +294,8 @@ class Server(web.Server):
             return HttpRefusal(HTTPStatus.HTTP_VERSION_NOT_SUPPORTED)
         if request.method == hdrs.METH_CONNECT:  # its body would be read as the next request
             return HttpRefusal(HTTPStatus.NOT_IMPLEMENTED, "This server is no tunnel.")
-        codings = request.headers.getall(hdrs.TRANSFER_ENCODING, [])
-        old = request.version == HttpVersion10
-        if codings and (old or [coding.strip().lower() for coding in codings] != ["chunked"]):
-            return InvalidRequest("The body is not framed as HTTP/1.1 wants.", code=MALFORMED_HTTP)
+        if (malformed := _malformed(request)) is not None:
+            return malformed
         expected = request.headers.getall(hdrs.EXPECT, [])
         if any(value.lower() != "100-continue" for value in expected):
             return HttpRefusal(HTTPStatus.EXPECTATION_FAILED)

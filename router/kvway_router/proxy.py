@@ -67,11 +67,12 @@ def request_headers(received: _Headers, *, request_id: str) -> CIMultiDict[str]:
     """Returns the headers for the replica: the client's, less what is not the replica's.
 
     Dropped are hop-by-hop headers (also those that ``Connection`` names), ``Host``,
-    ``Content-Length``, ``Accept-Encoding``, ``Expect`` and everything named ``x-kvway-...``. The
-    client's ``x-request-id`` is kept; without one the router's own id is sent.
+    ``Content-Length``, ``Accept-Encoding``, ``Expect`` and everything named ``x-kvway-...``, also
+    with underscores in place of hyphens. The client's ``x-request-id`` is kept; without one the
+    router's own id is sent.
     """
     headers = _end_to_end(received)
-    for name in {name for name in headers if _is_not_for_replica(name.lower())}:
+    for name in {name for name in headers if _is_not_for_replica(_plain(name))}:
         headers.popall(name, None)
     headers.setdefault("X-Request-Id", request_id)
     return headers
@@ -85,7 +86,12 @@ def _end_to_end(headers: _Headers) -> CIMultiDict[str]:
     dropped = set(HOP_BY_HOP)
     for value in headers.getall("connection", ()):
         dropped.update(name.strip().lower() for name in value.split(","))
-    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in dropped)
+    return CIMultiDict((k, v) for k, v in headers.items() if _plain(k) not in dropped)
+
+
+def _plain(name: str) -> str:
+    """Returns a header's name as servers read it that take an underscore for a hyphen."""
+    return name.lower().replace("_", "-")
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,11 +32,7 @@ def heads() -> Iterator[Vector]:
         closes=True,
     )
     yield good("close", post(headers=b"Connection: close\r\n"), closes=True)
-    yield good("bytes above ASCII in a value", post(headers=b"x-a: \xff\xfe\xe9\r\n"))
-    yield good(
-        "bytes above ASCII in ids",
-        post(headers=b"x-kvway-sticky: \xff\r\nx-request-id: \xff\r\nCookie: \xff\r\n"),
-    )
+    yield good("UTF-8 in a value", post(headers="x-a: \u00e9\r\n".encode()))
     yield good("tabs around a value", post(headers=b"x-a:\ta\t\r\n"))
     yield good("underscores", post(headers=b"Content_Length: 3\r\nTransfer_Encoding: chunked\r\n"))
     yield good("a header of 8 KB", post(headers=b"x-a: " + b"a" * 8000 + b"\r\n"))
@@ -76,7 +72,8 @@ def heads() -> Iterator[Vector]:
         "no name": b": a",
         "no colon": CANARY,
         "a blank in a name": b"a b: c",
-        "bytes above ASCII in a name": b"\xc3\xa9: a",
+        "UTF-8 in a name": b"\xc3\xa9: a",
+        "a value that is no UTF-8": b"x-a: \xe9",
         "a content type twice": b"Content-Type: a/b\r\nContent-Type: c/d",
     }.items():
         yield malformed(f"header with {name}", post(headers=line + b"\r\n"))
@@ -107,15 +104,9 @@ def heads() -> Iterator[Vector]:
     yield malformed("the preface of HTTP/2", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     for version in (b"HTTP/1.2", b"HTTP/11", b"http/1.1", b"HTTP/1.1 x", CANARY):
         yield malformed(f"version {version.decode()}", message(b"GET /health " + version))
-    for version in (b" HTTP/2.0", b""):
-        line = b"GET /health" + version
-        yield Vector(
-            f"version{version.decode()}",
-            line + b"\r\n\r\n",
-            505,
-            "http_version_not_supported",
-            closes=True,
-        )
+    for name, version in {"HTTP/2.0": b" HTTP/2.0", "HTTP/0.9": b""}.items():
+        sent = b"GET /health" + version + b"\r\n\r\n"
+        yield Vector(f"version {name}", sent, 505, "http_version_not_supported", closes=True)
 
 
 def expectations_and_sizes() -> Iterator[Vector]:
@@ -181,7 +172,7 @@ def expectations_and_sizes() -> Iterator[Vector]:
         b"text/plain",
         b"application/json; charset=utf-16",
         b"multipart/form-data; boundary=x",
-        b"\xff;;=",
+        b";;=",
     ):
         yield good(
             f"type {content_type!r}", post(headers=b"Content-Type: " + content_type + b"\r\n")

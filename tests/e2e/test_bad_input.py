@@ -8,10 +8,12 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvway_core.testing.fake_replica import FakeReplica
+from kvway_core.testing.fake_replica import Answer, FakeReplica
 from tests.core.bad_framing import CANARY, MAX_BODY_BYTES, MODEL, Vector, post
 from tests.core.bad_requests import VECTORS
+from tests.e2e.conftest import StartRouters
 from tests.e2e.harness import Cluster, Process
+from tests.router.conftest import chat_body
 
 pytestmark = pytest.mark.e2e
 
@@ -154,3 +156,49 @@ async def test_the_worker_refuses_bad_input_and_computes_nothing(cluster: Cluste
     assert worker.log.read_text().count("request_finished") == NUM_GENERATED
     assert await outcome(port, GOOD, cut=0) is None
     assert indiscretions(worker) == []
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 500, 501])
+async def test_an_engines_own_errors_pass_unchanged(
+    start_routers: StartRouters, status: int
+) -> None:
+    """Whatever they are: only the router's own are always JSON in OpenAI's form."""
+    (bench,) = await start_routers(1)
+    for content_type, body in {
+        "text/html; charset=ISO-8859-1": b"<h1>\xe9</h1>",
+        "application/json": b'{"detail":[{"loc":["body"],"msg":"x"}]}',
+        "application/problem+json": b"{not json",
+        "application/octet-stream": bytes(range(256)),
+        "text/plain": b"",
+    }.items():
+        bench.replica.answer = Answer(
+            status=status, body=body, headers={"content-type": content_type, "x-engine": "a, b"}
+        )
+        url = bench.api("/v1/chat/completions")
+        async with bench.client.post(url, json=chat_body("hi")) as response:
+            assert response.status == status
+            assert response.headers["Content-Type"] == content_type
+            assert response.headers["x-engine"] == "a, b"
+            assert await response.read() == body
+
+
+async def test_a_replica_gets_headers_as_they_came_but_none_that_could_pass_for_ours(
+    start_routers: StartRouters,
+) -> None:
+    """Engines behind CGI-like interfaces read an underscore as a hyphen."""
+    (bench,) = await start_routers(1)
+    sent = (
+        b"x-a: \xc3\xa9 b\r\nX-Under_Score: 1\r\n"
+        b"x_kvway_tenant: 1\r\nX-kvway_Tenant: 1\r\nContent_Length: 1\r\nTransfer_Encoding: x\r\n"
+    )
+    vector = Vector("headers", post(chat_bytes(), sent), 200, None, closes=False)
+    assert await outcome(port_of(bench.api("")), vector, cut=0) is None
+    (request,) = bench.replica.requests
+    assert request.headers["x-a"] == "\xc3\xa9 b"
+    assert request.headers["x-under_score"] == "1"
+    assert {name for name in request.headers if "_" in name} == {"x-under_score"}
+
+
+def chat_bytes() -> bytes:
+    """A chat for the scripted replicas."""
+    return json.dumps(chat_body("hi")).encode()
