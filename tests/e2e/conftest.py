@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -48,15 +48,18 @@ async def start_routers(byte_model: Path) -> AsyncIterator[StartRouters]:
 
         async def start(
             num_replicas: int, num_routers: int = 1, *, load: dict[str, Any] | None = None,
-            metrics: bytes | None = None, clock: Clock | None = None, **options: Any,
+            loads: Sequence[dict[str, Any]] = (), metrics: bytes | None = None,
+            clock: Clock | None = None, **options: Any,
         ) -> list[Bench]:  # fmt: skip
             replicas = [
                 await stack.enter_async_context(FakeReplica(model=MODEL, answer=PLAIN))
                 for _ in range(num_replicas)
             ]
-            for replica in replicas:
+            for number, replica in enumerate(replicas):
                 # Something waits, so no report says that what the test holds back is computed.
                 replica.pages["/load"] = (200, replica.load(**(load or {"num_waiting": 1})))
+                if loads:  # one each
+                    replica.pages["/load"] = (200, replica.load(**loads[number]))
                 if metrics is not None:  # another engine
                     del replica.pages["/load"]
                     replica.pages["/metrics"] = (200, metrics)
