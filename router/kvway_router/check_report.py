@@ -16,6 +16,9 @@ from kvway_router.prefixes.values import SAME_CONTENTS, Kind
 _COLUMNS: Final = 64
 _MAX_FINDINGS: Final = 10
 _MAX_PICTURES: Final = 3
+_LEAST_STRANDED: Final = 0.005
+"""Of all prompt tokens: less than this in shared parts of blocks is not spoken of."""
+
 _HELD, _VARIES, _LOST, _NEW = "█", "▼", "░", "·"
 _LEGEND: Final = (
     f"{_HELD} held by the cache   {_VARIES} what varies   {_LOST} seen before, computed again   "
@@ -115,10 +118,10 @@ def _finding(
     index = _index_of(finding.example, checked)
     seen, losses = checked.prompts[index].seen, checked.losses[index]
     loss = next(loss for loss in losses if loss.kind is finding.kind)
-    shown = _value(seen, loss) if show_values else finding.shape
+    shown = _value(seen, loss) if show_values and finding.shape else finding.shape
     where = finding.role if finding.message is None else f"message {finding.message}"
     where = where if finding.message is None else f"{where} ({finding.role})"
-    yield f"{number}. {finding.what}: {' '.join(shown.split())}"
+    yield f"{number}. {finding.what}" + (f": {' '.join(shown.split())}" if shown else "")
     yield f"   at token {finding.token:,}, {where}, character {finding.char:,}; {finding.example}"
     yield (
         f"   {finding.requests:,.0f} of {len(checked.prompts):,} requests lose "
@@ -154,8 +157,7 @@ def picture(seen: SeenPrompt, losses: Sequence[Loss], block_size: int) -> str:
         for column in range(num_columns)
     ]
     for loss in losses:
-        begin = loss.begin if loss.kind in SAME_CONTENTS else loss.resumes
-        first, last = round(begin / bytes_each), round((begin + loss.lost_bytes) / bytes_each)
+        first, last = round(loss.lost_from / bytes_each), round(loss.until / bytes_each)
         for column in range(first, min(last, num_columns)):
             columns[column] = _LOST
     for loss in losses:
@@ -169,13 +171,15 @@ def _skeleton(finding: Finding, checked: Checked) -> Iterator[str]:
     index = _index_of(finding.example, checked)
     seen = checked.prompts[index].seen
     loss = next(loss for loss in checked.losses[index] if loss.kind is finding.kind)
-    ratio = seen.tokens_per_byte
+    ratio, end = seen.tokens_per_byte, loss.until
     varies = f"{{{finding.kind.value}}}"
-    end = loss.resumes + loss.lost_bytes
     yield f"   as it is, {finding.example}:"
     yield f"     {_about(loss.begin * ratio)} the same each time"
-    yield f"     {_about((loss.end - loss.begin) * ratio)} {varies}"
-    yield f"     {_about((end - loss.resumes) * ratio)} seen before, computed again"
+    if finding.kind in SAME_CONTENTS:
+        yield f"     {_about((end - loss.begin) * ratio)} {varies}"
+    else:
+        yield f"     {_about((loss.resumes - loss.begin) * ratio)} {varies}"
+        yield f"     {_about((end - loss.resumes) * ratio)} seen before, computed again"
     yield f"     {_about((len(seen.data) - end) * ratio)} the rest, new"
     yield "   as it should be:"
     if finding.kind in SAME_CONTENTS:
@@ -183,11 +187,11 @@ def _skeleton(finding: Finding, checked: Checked) -> Iterator[str]:
     elif finding.kind is Kind.HISTORY:
         yield f"     {_about(end * ratio)} what was sent before, unchanged"
     else:
-        stable = (loss.begin + end - loss.resumes) * ratio
-        yield f"     {_about(stable)} the same each time, with no {varies}"
+        stable = loss.begin + end - loss.resumes
+        yield f"     {_about(stable * ratio)} the same each time, with no {varies}"
         last = seen.parts[-1].message if seen.parts else None
         into = "behind it" if last is None else f"at the front of message {last}"
-        yield f"     {_about((loss.end - loss.begin) * ratio)} {varies}, {into}"
+        yield f"     {_about((loss.resumes - loss.begin) * ratio)} {varies}, {into}"
     yield f"     {_about((len(seen.data) - end) * ratio)} the rest, new"
 
 
@@ -208,8 +212,8 @@ def _boundaries(checked: Checked) -> Iterator[str]:
         yield ""
         yield (
             f"{part.num_requests:,} requests share {part.num_tokens:,} tokens: "
-            f"{num_blocks:,} blocks of {checked.block_size}, and {left} {_s(left, 'token')} in a "
-            "block that they do not share"
+            f"{num_blocks:,} {_s(num_blocks, 'block')} of {checked.block_size}, and {left} "
+            f"{_s(left, 'token')} in a block that they do not share"
         )
         yield (
             f"   {pad} {_s(pad, 'token')} of padding behind the shared part would fill the block "
@@ -237,7 +241,8 @@ def stranded(checked: Checked) -> list[Stranded]:
             shared[at] += 1
         for block in prompt.hashes:
             owners.setdefault(block, prompt.tokens)
-    found = [Stranded(at, num) for at, num in shared.items() if at % size and num >= 3]
+    least = _LEAST_STRANDED * checked.num_tokens
+    found = [Stranded(at, n) for at, n in shared.items() if n >= 3 and n * (at % size) >= least]
     return sorted(found, key=lambda part: -(part.num_tokens % size) * part.num_requests)
 
 

@@ -31,6 +31,7 @@ MAX_DIFFERENCES: Final = 32
 
 _MIN_STRETCH_BYTES: Final = 160
 _MAX_REGION_BYTES: Final = 16 * 1024
+_MAX_ENDS: Final = 4
 _CONTEXT_BYTES: Final = 96
 _SAME_SHARE: Final = 0.85
 _MOVED_SHARE: Final = 0.05
@@ -49,14 +50,22 @@ class Loss(NamedTuple):
         begin: Where what varies begins.
         end: Where it ends.
         resumes: Where the prompts agree again.
-        lost_bytes: How much of what follows was seen before and computed again.
+        until: Up to where they do.
+        lost_bytes: How much of that was seen before and computed again, with what varies if that
+            has the same contents.
     """
 
     kind: Kind
     begin: int
     end: int
     resumes: int
+    until: int
     lost_bytes: int
+
+    @property
+    def lost_from(self) -> int:
+        """Where what was lost begins."""
+        return self.begin if self.kind in SAME_CONTENTS else self.resumes
 
 
 def losses(earlier: SeenPrompt, later: SeenPrompt) -> list[Loss]:
@@ -86,23 +95,19 @@ def _stretches(
     a = b = common_prefix(earlier.array, later.array)
     for _ in range(MAX_DIFFERENCES):
         matches = [match for match in matches if match.b >= b and match.a >= a]
-        region, matches = _next_region(matches, a, b)
-        if region is None:
-            return
-        resumes_a, resumes_b = region.a_end, region.b_end
-        if max(resumes_a - a, resumes_b - b) > _MAX_REGION_BYTES and not region.is_permuted:
-            return
-        span = _named(
-            earlier, later, (a, resumes_a), (b, resumes_b), is_permuted=region.is_permuted
-        )
-        if span is None:
+        for region in _regions(matches, a, b):
+            in_a, in_b = (a, region.a_end), (b, region.b_end)
+            span = _named(earlier, later, in_a, in_b, is_permuted=region.is_permuted)
+            if span is not None:
+                break
+        else:
             return
         kind, begin, end = span
-        same = common_prefix(earlier.array[resumes_a:], later.array[resumes_b:])
-        lost_from = b if kind in SAME_CONTENTS else resumes_b
-        lost = max(0, resumes_b + same - max(lost_from, hit))
-        yield Loss(kind, begin, end, resumes_b, lost)
-        a, b = resumes_a + same, resumes_b + same
+        same = common_prefix(earlier.array[region.a_end :], later.array[region.b_end :])
+        until = region.b_end + same
+        lost_from = b if kind in SAME_CONTENTS else region.b_end
+        yield Loss(kind, begin, end, region.b_end, until, max(0, until - max(lost_from, hit)))
+        a, b = region.a_end + same, until
 
 
 def _in_one(found: Iterable[Loss]) -> list[Loss]:
@@ -112,7 +117,7 @@ def _in_one(found: Iterable[Loss]) -> list[Loss]:
         last = together[-1] if together else None
         if last is not None and last.kind is loss.kind and loss.kind in SAME_CONTENTS:
             lost = last.lost_bytes + loss.lost_bytes
-            together[-1] = Loss(loss.kind, last.begin, loss.end, loss.resumes, lost)
+            together[-1] = loss._replace(begin=last.begin, lost_bytes=lost)
         else:
             together.append(loss)
     return together
@@ -126,21 +131,20 @@ class _Region(NamedTuple):
     is_permuted: bool
 
 
-def _next_region(matches: list[Match], a: int, b: int) -> tuple[_Region | None, list[Match]]:
-    """Returns the next difference, and the matches that may still be of use."""
-    if not matches:
-        return None, matches
+def _regions(matches: list[Match], a: int, b: int) -> Iterator[_Region]:
+    """Yields where the next difference may end, the likeliest first.
+
+    Where the same things come in another order, one of them may look like the end.
+    """
     moved = permutation(matches, a)
     if moved is not None:
         longest = max(moved.a_end - a, moved.b_end - b)
         if moved.num_bytes >= _SAME_SHARE * longest and moved.num_moved >= _MOVED_SHARE * longest:
-            return _Region(moved.a_end, moved.b_end, is_permuted=True), matches[
-                moved.num_matches :
-            ]
-    rising = [m for m in heaviest_rise(matches) if m.length >= _MIN_STRETCH_BYTES]
-    if not rising:
-        return None, matches
-    return _Region(rising[0].a, rising[0].b, is_permuted=False), matches
+            yield _Region(moved.a_end, moved.b_end, is_permuted=True)
+    rising = [match for match in heaviest_rise(matches) if match.length >= _MIN_STRETCH_BYTES]
+    for match in rising[:_MAX_ENDS]:
+        if max(match.a - a, match.b - b) <= _MAX_REGION_BYTES:
+            yield _Region(match.a, match.b, is_permuted=False)
 
 
 def _named(
@@ -223,13 +227,8 @@ def _history(earlier: SeenPrompt, later: SeenPrompt, start: int, hit: int) -> Lo
     first, last = later.parts[at - num + 1], later.parts[at]
     part = later.parts[same]
     begin = max(part.begin, min(start, part.end))
-    return Loss(
-        Kind.HISTORY,
-        begin,
-        max(part.end, begin),
-        first.begin,
-        max(0, last.end - max(first.begin, hit)),
-    )
+    lost = max(0, last.end - max(first.begin, hit))
+    return Loss(Kind.HISTORY, begin, max(part.end, begin), first.begin, last.end, lost)
 
 
 def _common_tail(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -203,7 +203,7 @@ class PrefixFinder:
             ref=prompt.ref,
             place=prompt.place(loss.begin),
             token=self._count_tokens(before),
-            shape=shape(varying),
+            shape=shape(varying) if loss.kind in _VALUE_KINDS else "",
         )
 
 
