@@ -133,7 +133,7 @@ def plan(seed: int, num_requests: int, rate: float) -> list[Request]:
         at_s += rng.expovariate(rate)
         kind = rng.random()
         is_slow, leaves = kind < 0.03, 0.03 <= kind < 0.15
-        max_tokens = 250 if is_slow else rng.randint(4, 40)
+        max_tokens = 150 if is_slow else rng.randint(4, 40)
         requests.append(
             Request(
                 client_id=f"chaos-{rng.getrandbits(64):016x}",

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
 from kvway_core.testing.faults import End, Fault
-from loadtests.chaos_fleet import WorkerHost
+from loadtests.chaos_fleet import Fleet, WorkerHost
 
 EVERY_S: Final = 1.0
 MIN_WELL: Final = 2
-"""So many workers are never killed, stopped, drained or cut off: there is somebody to retry at."""
+"""So many workers are well at any time, but for their feed: there is somebody to retry at."""
+_BACK_LIMIT_S: Final = 20.0
 
 
 class Kind(StrEnum):
-    """What can be done to a worker. The first four take it away, the others hurt it."""
+    """What can be done to a worker; the last one is the only one that costs no request."""
 
     KILL = "kill -9"
     STOP = "SIGSTOP"
@@ -27,8 +28,6 @@ class Kind(StrEnum):
     CONNECTIONS = "connections"
     FEED = "feed lost"
 
-
-TAKE_AWAY: Final = frozenset({Kind.KILL, Kind.STOP, Kind.DRAIN, Kind.DROP})
 
 CONNECTION_FAULTS: Final[dict[str, Fault]] = {
     "reset at accept": Fault(End.RESET),
@@ -75,7 +74,7 @@ class Chaos:
     """Hurts a worker every second until it is told to end.
 
     Args:
-        workers: All there are.
+        fleet: Whose workers.
         seed: Draws what happens; how it meets the requests is the machine's affair.
         now_s: Tells the time since the start of the run.
 
@@ -83,12 +82,10 @@ class Chaos:
         marks: What was done, in the order in which it ended.
     """
 
-    def __init__(
-        self, workers: Sequence[WorkerHost], *, seed: int, now_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, fleet: Fleet, *, seed: int, now_s: Callable[[], float]) -> None:
         """Takes whom to hurt; nothing happens yet."""
         self.marks: list[Mark] = []
-        self._workers = workers
+        self._fleet = fleet
         self._rng = random.Random(seed)
         self._now_s = now_s
         self._busy: dict[str, Kind] = {}
@@ -104,12 +101,12 @@ class Chaos:
                     continue
 
     def _begin(self, group: asyncio.TaskGroup) -> None:
-        idle = [worker for worker in self._workers if worker.name not in self._busy]
+        idle = [worker for worker in self._fleet.workers if worker.name not in self._busy]
         if not idle:
             return
-        num_away = sum(kind in TAKE_AWAY for kind in self._busy.values())
-        may_take = num_away < len(self._workers) - MIN_WELL
-        kinds = [kind for kind in Kind if may_take or kind not in TAKE_AWAY]
+        num_hurt = sum(kind is not Kind.FEED for kind in self._busy.values())
+        may_hurt = num_hurt < len(self._fleet.workers) - MIN_WELL
+        kinds = list(Kind) if may_hurt else [Kind.FEED]
         worker, kind = self._rng.choice(idle), self._rng.choice(kinds)
         self._busy[worker.name] = kind
         _ = group.create_task(self._do(worker, kind))
@@ -120,6 +117,8 @@ class Chaos:
         await action
         mark = Mark(kind, worker.name, worker.api.address, detail, began_s, self._now_s())
         self.marks.append(mark)
+        if kind is not Kind.FEED:
+            await self._fleet.back(worker, limit_s=_BACK_LIMIT_S)
         del self._busy[worker.name]
 
     def _action(self, worker: WorkerHost, kind: Kind) -> tuple[str, Coroutine[Any, Any, None]]:

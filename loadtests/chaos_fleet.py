@@ -26,7 +26,6 @@ from loadtests.programs import Program
 MODEL: Final = "tiny"
 NUM_WORKERS: Final = 4
 NAMES: Final = "abcdefgh"
-_SUBNET: Final = 17
 _WORKER_ARGS: Final = (
     *("--engine", "sim", "--served-model-name", MODEL, "--num-blocks", "2048"),
     *("--sim-prefill-tokens-per-s", "20000", "--sim-decode-step-s", "0.01"),
@@ -165,7 +164,7 @@ class Fleet:
             self.no_namespace = why_not()
             namespace = None
             if not self.no_namespace:
-                namespace = opening.enter_context(Namespace("kvway", subnet=_SUBNET))
+                namespace = opening.enter_context(Namespace())
             for name in NAMES[:NUM_WORKERS]:
                 worker = WorkerHost(name, folder=self._folder, namespace=namespace)
                 namespace = None
@@ -202,13 +201,22 @@ class Fleet:
         Raises:
             TimeoutError: It does not, for so long.
         """
+        for worker in self.workers:
+            await self.back(worker, limit_s=limit_s)
+
+    async def back(self, worker: WorkerHost, *, limit_s: float) -> None:
+        """Waits until the router sees a worker ready.
+
+        Raises:
+            TimeoutError: It does not, for so long.
+        """
         async with asyncio.timeout(limit_s):
             while True:
                 view = await self._get(self.router.ready["admin"] + "/admin/replicas")
-                states = [replica["state"] for replica in view["replicas"]]
-                if states == ["ready"] * NUM_WORKERS:
+                states = {replica["replica_id"]: replica["state"] for replica in view["replicas"]}
+                if states[worker.api.address] == "ready":
                     return
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.2)
 
     async def num_in_flight(self) -> int:
         """Returns the requests that the router or any worker still counts as running."""

@@ -11,12 +11,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from loadtests.chaos_clients import Ending, Outcome
+from loadtests.chaos_faults import Kind, Mark
 
 KILL_WINDOW_S: Final = 2.0
 """So long before a worker was killed, what it had finished may be missing in its log."""
+
+
+FOUND_S: Final = 5.0
+"""So long after a worker was hurt the router may lose a connection to it."""
+
+TWO_LOSSES: Final = "request_crashed_replica"
+"""Why a request is ended that was at two workers when each was lost: it may be what marks them."""
 
 
 class Text(StrEnum):
@@ -44,13 +52,6 @@ def judge(text: str, expected: str) -> Text:
         for start in range(cut)
     )
     return Text.DUPLICATED if is_again else Text.CROSSED
-
-
-class Kill(NamedTuple):
-    """A worker that was killed, and when, since the start of the run."""
-
-    replica: str
-    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +94,12 @@ _AGREES: Final = {
 """What the router may say of a request that ended so for its client: finish and status."""
 
 
-def disagreements(outcomes: Sequence[Outcome], books: Books, kills: Sequence[Kill]) -> list[str]:
+def disagreements(outcomes: Sequence[Outcome], books: Books, marks: Sequence[Mark]) -> list[str]:
     """Returns every entry of one book that another one contradicts, for people."""
     return [
         *_between_client_and_router(outcomes, books),
-        *_between_client_and_workers(outcomes, books, kills),
+        *_between_client_and_workers(outcomes, books, marks),
+        *_without_two_losses(outcomes, marks),
     ]
 
 
@@ -124,7 +126,7 @@ def _between_client_and_router(outcomes: Sequence[Outcome], books: Books) -> Ite
 
 
 def _between_client_and_workers(
-    outcomes: Sequence[Outcome], books: Books, kills: Sequence[Kill]
+    outcomes: Sequence[Outcome], books: Books, marks: Sequence[Mark]
 ) -> Iterable[str]:
     ended: dict[str, list[str]] = defaultdict(list)
     for line in books.workers:
@@ -133,19 +135,35 @@ def _between_client_and_workers(
         yield f"a worker knows {name}, which nobody sent"
     for outcome in outcomes:
         was_whole = "ok" in ended[outcome.request.client_id]
-        if outcome.ending is Ending.DONE and not was_whole and not _lost_line(outcome, kills):
+        if outcome.ending is Ending.DONE and not was_whole and not _lost_line(outcome, marks):
             yield f"{outcome.request.client_id} is done, but no worker says so"
 
 
-def _lost_line(outcome: Outcome, kills: Iterable[Kill]) -> bool:
+def _lost_line(outcome: Outcome, marks: Iterable[Mark]) -> bool:
     return any(
-        kill.replica == outcome.replica and abs(kill.at_s - outcome.ended_s) < KILL_WINDOW_S
-        for kill in kills
+        mark.kind is Kind.KILL
+        and mark.replica == outcome.replica
+        and abs(mark.began_s - outcome.ended_s) < KILL_WINDOW_S
+        for mark in marks
     )
 
 
+def _without_two_losses(outcomes: Sequence[Outcome], marks: Sequence[Mark]) -> Iterable[str]:
+    """Names the requests that were ended for two losses where no two workers were hurt."""
+    for outcome in outcomes:
+        hurt = {
+            mark.worker
+            for mark in marks
+            if mark.kind is not Kind.FEED
+            and mark.began_s < outcome.ended_s
+            and mark.ended_s > outcome.sent_s - FOUND_S
+        }
+        if outcome.detail == TWO_LOSSES and len(hurt) < 2:
+            yield f"{outcome.router_id} was ended for two losses, but {len(hurt)} were hurt"
+
+
 def figures(
-    outcomes: Sequence[Outcome], books: Books, kills: Sequence[Kill], *, leaked: int
+    outcomes: Sequence[Outcome], books: Books, marks: Sequence[Mark], *, leaked: int
 ) -> dict[str, float | int]:
     """Returns what a run has shown; every key of `PROMISES` should be within its limit."""
     endings = Counter(outcome.ending for outcome in outcomes)
@@ -154,6 +172,7 @@ def figures(
         outcome.ending is Ending.DONE and len(outcome.text) < outcome.request.max_tokens
         for outcome in outcomes
     )
+    twice = sum(outcome.detail == TWO_LOSSES for outcome in outcomes)
     attempts = sum(line.get("attempts", 0) for line in books.router)
     return {
         "requests": len(outcomes),
@@ -161,13 +180,15 @@ def figures(
         "interrupted": endings[Ending.INTERRUPTED],
         "refused": endings[Ending.REFUSED],
         "left": endings[Ending.LEFT],
-        "lost_before_first_byte": endings[Ending.LOST] + endings[Ending.FAILED],
+        "ended_after_two_losses": twice,
+        "ended_after_two_losses_pct": round(100 * twice / max(1, len(outcomes)), 2),
+        "lost_before_first_byte": endings[Ending.LOST] + endings[Ending.FAILED] - twice,
         "without_terminal_state": endings[Ending.UNCLEAR],
         "crossed": texts[Text.CROSSED],
         "duplicated": texts[Text.DUPLICATED],
         "cut_short": short,
         "leaked_inflight": leaked,
-        "ledger_disagreements": len(disagreements(outcomes, books, kills)),
+        "ledger_disagreements": len(disagreements(outcomes, books, marks)),
         "exceptions_logged": books.num_exceptions,
         "attempts_per_request": round(attempts / max(1, len(books.router)), 3),
         "worker_requests_per_request": round(len(books.workers) / max(1, len(outcomes)), 3),
@@ -183,6 +204,7 @@ PROMISES: Final = {
     "leaked_inflight": 0,
     "ledger_disagreements": 0,
     "exceptions_logged": 0,
+    "ended_after_two_losses_pct": 2.0,
     "attempts_per_request": 1.1,
 }
 """The most that a figure may be."""

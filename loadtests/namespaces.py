@@ -7,11 +7,14 @@ Needs root and the `ip` command.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 from typing import Final, Self
 
+_NUM_NETWORKS: Final = 2**14
+_numbers: Final = itertools.count()
 _NOWHERE: Final = "02:00:00:00:00:99"
 
 
@@ -20,7 +23,7 @@ def why_not() -> str:
     if shutil.which("ip") is None:
         return "there is no `ip` command (package iproute2)"
     try:
-        with Namespace("kvway-try", subnet=255):
+        with Namespace():
             return ""
     except subprocess.CalledProcessError as exc:
         return f"`{' '.join(exc.cmd)}` failed: {exc.stderr.strip()}"
@@ -29,21 +32,19 @@ def why_not() -> str:
 class Namespace:
     """One namespace and its cable, while it is open as a context manager.
 
-    Args:
-        name: Of the namespace, and of the cable's two ends with a letter behind it; 14 letters
-            at most.
-        subnet: Which of the networks 10.203.x.0/30 it gets.
-
     Attributes:
-        address: Where this machine reaches it.
+        name: Of the namespace, and of the cable's two ends with a letter behind it.
+        address: Where this machine reaches it: in a network of its own of 10.203.0.0/16.
     """
 
-    def __init__(self, name: str, *, subnet: int) -> None:
-        """Names it; nothing is made yet."""
-        self.name = f"{name}-{os.getpid() % 10_000}"[-14:]
+    def __init__(self) -> None:
+        """Names it after this process; nothing is made yet."""
+        number = (4 * os.getpid() + next(_numbers)) % _NUM_NETWORKS
+        self.name = f"kvway-{number}"
         self._near, self._far = f"{self.name}n", f"{self.name}f"
-        self._host = f"10.203.{subnet}.1"
-        self.address = f"10.203.{subnet}.2"
+        high, low = divmod(4 * number, 256)
+        self._host = f"10.203.{high}.{low + 1}"
+        self.address = f"10.203.{high}.{low + 2}"
 
     def __enter__(self) -> Self:
         """Makes it.

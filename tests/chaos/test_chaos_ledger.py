@@ -10,10 +10,11 @@ import pytest
 
 from kvway_worker.sim import answer
 from loadtests.chaos_clients import Ending, Outcome, Request, plan
+from loadtests.chaos_faults import Kind, Mark
 from loadtests.chaos_ledger import (
     PROMISES,
+    TWO_LOSSES,
     Books,
-    Kill,
     Text,
     broken,
     disagreements,
@@ -63,6 +64,11 @@ def books(
         [WORKER_LINE] if workers is None else workers,
         num_exceptions=0,
     )
+
+
+def kill(replica: str, at_s: float) -> Mark:
+    """A worker is killed, and back after a second."""
+    return Mark(Kind.KILL, replica[0], replica, "", at_s, at_s + 1)
 
 
 def test_a_good_run_breaks_no_promise() -> None:
@@ -162,9 +168,22 @@ def test_a_done_request_is_in_a_workers_log_unless_that_worker_was_killed_then()
     aborted = [WORKER_LINE | {"outcome": "client_disconnected"}]
     (found,) = disagreements([DONE], books(workers=aborted), [])
     assert "no worker says so" in found
-    assert disagreements([DONE], books(workers=[]), [Kill("a:1", 5.5)]) == []
-    assert disagreements([DONE], books(workers=[]), [Kill("a:1", 9.0)]) != []
-    assert disagreements([DONE], books(workers=[]), [Kill("b:1", 5.5)]) != []
+    assert disagreements([DONE], books(workers=[]), [kill("a:1", 5.5)]) == []
+    assert disagreements([DONE], books(workers=[]), [kill("a:1", 9.0)]) != []
+    assert disagreements([DONE], books(workers=[]), [kill("b:1", 5.5)]) != []
+
+
+def test_a_request_ended_for_two_losses_must_have_had_two_to_lose() -> None:
+    ended = replace(DONE, ending=Ending.FAILED, status=500, detail=TWO_LOSSES)
+    agreeing = books(router=[ROUTER_LINE | {"finish": "failed", "status": 500}], workers=[])
+    metrics = figures([ended], agreeing, [kill("a:1", 1.0), kill("b:1", 3.0)], leaked=0)
+    assert metrics["lost_before_first_byte"] == metrics["ledger_disagreements"] == 0
+    assert metrics["ended_after_two_losses"] == 1
+    assert broken(metrics) == ["ended_after_two_losses_pct is 100.0, at most 2.0 was promised"]
+    feed = Mark(Kind.FEED, "b", "b:1", "", 3.0, 4.0)
+    for marks in ([kill("a:1", 1.0), feed], [kill("a:1", 1.0), kill("a:1", 2.0)]):
+        (found,) = disagreements([ended], agreeing, marks)
+        assert "1 were hurt" in found
 
 
 def test_logs_are_read_line_by_line() -> None:

@@ -219,7 +219,7 @@ async def network(cluster: Cluster) -> AsyncIterator[Network]:
         args: tuple[str, ...] = DECODES_SLOWLY
         prefix: tuple[str, ...] = ()
         if not NO_NAMESPACE:
-            namespace = stack.enter_context(Namespace("kvway-e", subnet=18))
+            namespace = stack.enter_context(Namespace())
             args += ("--host", namespace.address, "--kv-events-host", namespace.address)
             prefix = tuple(namespace.command)
         worker = await cluster.worker("far", *args, prefix=prefix)
