@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import _bisect
+import fcntl
 import os
-import subprocess
-import sys
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +17,8 @@ from torch._inductor import config
 from torch._inductor.exc import CppCompileError, InductorError
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from kvway_core.errors import ConfigError
+from kvway_kernels import choice
 from kvway_worker.torch_engine import processor
 from kvway_worker.torch_engine.attention import PLAIN, AttentionChoice, AttentionOptions
 from kvway_worker.torch_engine.compiling import (
@@ -183,6 +185,67 @@ def test_what_is_damaged_is_forgotten_said_and_compiled_once_more(
     )
 
 
+def lock_of(kind: int) -> bool:
+    """Say whether another process could have this lock on the folder now."""
+    folder = compiled_home(os.environ)
+    with (folder.parent / f".{folder.name}.lock").open("rb") as lock:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def test_nobody_deletes_what_others_compile_in(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one compiles others may, and nobody deletes; while one deletes nobody compiles."""
+    seen: list[tuple[str, bool, bool]] = []
+    delete = shutil.rmtree
+
+    def note(what: str) -> None:
+        seen.append((what, lock_of(fcntl.LOCK_SH), lock_of(fcntl.LOCK_EX)))
+
+    def noted(path: Path, ignore_errors: bool = False) -> None:  # noqa: FBT001, FBT002 - as it has
+        if path.exists():
+            note("deletes")
+        delete(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
+    errors = [CUT_OFF]
+
+    def run() -> None:
+        note("compiles")
+        if errors:
+            raise errors.pop()
+
+    compiling(run, folder=compiled_home(os.environ))
+    assert seen == [
+        ("compiles", True, False),
+        ("deletes", False, False),
+        ("compiles", True, False),
+    ]
+    assert lock_of(fcntl.LOCK_EX)
+    assert not kept.exists()
+
+
+def test_what_another_process_has_made_anew_is_not_deleted(kept: Path) -> None:
+    """Both found the same damage; the other was faster."""
+    folder = compiled_home(os.environ)
+    fresh = folder / "fresh.py"
+    errors = [CUT_OFF]
+
+    def run() -> None:
+        if errors:
+            folder.rename(folder.with_name("old"))
+            folder.mkdir()
+            fresh.touch()
+            raise errors.pop()
+
+    compiling(run, folder=folder)
+    assert fresh.exists()
+
+
 def test_what_fails_again_is_an_error_of_its_own(kept: Path) -> None:
     run = Run(CUT_OFF, CUT_OFF, CUT_OFF)
     with pytest.raises(CompilingFailed, match="file too short"):
@@ -253,35 +316,16 @@ def test_what_fails_is_not_told_to_be_done() -> None:
     assert [log["event"] for log in logs] == ["compiling_started"]
 
 
-CHOOSE = """
-import torch
-from kvway_core.errors import ConfigError
-from kvway_worker.torch_engine.attention import AttentionChoice, AttentionOptions
-
-def choose(**options):
-    asked = AttentionOptions(**options)
-    return AttentionChoice.of(asked, device=torch.device("cpu"), deterministic=False)
-
-print(choose())
-try:
-    choose(implementation="compiled")
-except ConfigError as error:
-    print(error)
-"""
-
-
-@pytest.mark.timeout(300)
-def test_without_a_compiler_torchs_own_operations_attend_and_the_reason_is_told() -> None:
-    """Asked for by name it is refused, and the message says what to install."""
-    env = {**os.environ, "CXX": "/nowhere/g++"}
-    said = subprocess.run(
-        [sys.executable, "-c", CHOOSE], env=env, capture_output=True, text=True, check=True
-    ).stdout
-    auto, by_name = said.splitlines()
-    assert "implementation='sdpa'" in auto
-    assert "reason='no C++ compiler: install g++" in auto
-    assert "--attention compiled" in by_name
-    assert "install g++" in by_name
+def test_what_lacks_a_compiler_is_refused_by_name_and_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The message says what to install."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(choice, "_missing", lambda *_: "no C++ compiler: install g++")
+    found = AttentionChoice.of(AttentionOptions(), device=cpu, deterministic=False)
+    assert found == AttentionChoice("sdpa", "no C++ compiler: install g++", "on")
+    with pytest.raises(ConfigError, match=r"--attention compiled: .* install g\+\+"):
+        AttentionChoice.of(AttentionOptions("compiled"), device=cpu, deterministic=False)
 
 
 @pytest.mark.parametrize(
@@ -297,5 +341,11 @@ def test_what_was_asked_for_is_what_attends_and_why(
     options: AttentionOptions, *, deterministic: bool, expected: tuple[str, str, str]
 ) -> None:
     cpu = torch.device("cpu")
-    choice = AttentionChoice.of(options, device=cpu, deterministic=deterministic)
-    assert choice == AttentionChoice(*expected)
+    found = AttentionChoice.of(options, device=cpu, deterministic=deterministic)
+    assert found == AttentionChoice(*expected)
+
+
+@pytest.mark.parametrize("name", ["compiled", "triton", "reference"])
+def test_what_is_asked_for_by_name_is_not_replaced_by_what_is_deterministic(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--attention {name} and --deterministic exclude"):
+        AttentionChoice.of(AttentionOptions(name), device=torch.device("cpu"), deterministic=True)

@@ -5,6 +5,7 @@ That is how long one waits, and whose fault it is where compiling fails.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -14,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Final, Literal
+from typing import IO, Final, Literal
 
 import structlog
 import torch
@@ -101,6 +103,9 @@ class CompilingFailed(ConfigError):
 def compiling(run: Callable[[], None], *, folder: Path | None) -> None:
     """Run what compiles at first use. Where what is kept is damaged, forget it and run once more.
 
+    Other processes may do the same in kvway's own folder at the same time: what is damaged is
+    deleted when none of them runs, and once.
+
     Args:
         run: may be run twice.
         folder: where it is kept; deleted only if it is kvway's own. None: nowhere.
@@ -109,25 +114,27 @@ def compiling(run: Callable[[], None], *, folder: Path | None) -> None:
         CompilingFailed: the compiler fails, or it fails twice; the message has its own line.
         Exception: what else `run` raises.
     """
-    try:
-        run()
-    except Exception as error:
-        kind, line = _failure(error)
-        if kind == "other":
-            raise
-        if kind == "compiler" or folder != compiled_home(os.environ):
+    is_own = folder is not None and folder == compiled_home(os.environ)
+    with _claimed(folder if is_own else None) as claim:
+        try:
+            run()
+        except Exception as error:
+            kind, line = _failure(error)
+            if kind == "other":
+                raise
+            if kind == "compiler" or claim is None:
+                raise _not_compiled(line, folder) from error
+            _log.warning("compiled_kernels_damaged", folder=str(folder), error=line)
+        else:
+            return
+        claim.forget()
+        try:
+            run()
+        except Exception as error:
+            kind, line = _failure(error)
+            if kind == "other":
+                raise
             raise _not_compiled(line, folder) from error
-        _log.warning("compiled_kernels_damaged", folder=str(folder), error=line)
-    else:
-        return
-    _forget(folder)
-    try:
-        run()
-    except Exception as error:
-        kind, line = _failure(error)
-        if kind == "other":
-            raise
-        raise _not_compiled(line, folder) from error
 
 
 def _failure(error: BaseException) -> tuple[Literal["compiler", "torch", "other"], str]:
@@ -172,14 +179,47 @@ def _not_compiled(line: str, folder: Path | None) -> CompilingFailed:
     return CompilingFailed([problem])
 
 
-def _forget(folder: Path) -> None:
-    """Delete what is kept, and what this process remembers of it."""
-    from torch._inductor.utils import clear_caches
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """A folder that this process compiles in, and so may others; none deletes it meanwhile.
 
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.compiler.reset()
-    clear_caches()
+    Attributes:
+        folder: what is claimed.
+        lock: an open file beside it: shared by those who compile, exclusive for who deletes.
+        found: inode of the folder when it was claimed.
+    """
+
+    folder: Path
+    lock: IO[bytes]
+    found: int
+
+    def forget(self) -> None:
+        """Delete what is kept, unless somebody else did, and what this process remembers of it."""
+        from torch._inductor.utils import clear_caches
+
+        fcntl.flock(self.lock, fcntl.LOCK_UN)  # two that wait for each other would wait for ever
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        if self.folder.exists() and self.folder.stat().st_ino == self.found:
+            # Another folder takes its place before it goes: no two have the same inode.
+            old = self.folder.with_name(f"{self.folder.name}.damaged")
+            shutil.rmtree(old, ignore_errors=True)  # of a process that was killed here
+            self.folder.rename(old)
+            self.folder.mkdir()
+            shutil.rmtree(old)
+        fcntl.flock(self.lock, fcntl.LOCK_SH)
+        torch.compiler.reset()
+        clear_caches()
+
+
+@contextmanager
+def _claimed(folder: Path | None) -> Iterator[_Claim | None]:
+    """Keep others from deleting a folder until the block is left; None claims nothing."""
+    if folder is None:
+        yield None
+        return
+    with folder.with_name(f".{folder.name}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield _Claim(folder, lock, folder.stat().st_ino)
 
 
 def _cut_off(folder: Path) -> Iterator[Path]:
