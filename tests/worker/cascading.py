@@ -62,3 +62,27 @@ def answers(engine: TorchEngine, batch: Batch) -> list[list[int]]:
 def expected(folder: Path, batch: Batch) -> list[list[int]]:
     whole = generate(folder, batch.prompts, NUM_NEW)
     return [answer[:num] for answer, num in zip(whole, batch.num_new, strict=True)]
+
+
+def batch_of_256(engine: TorchEngine) -> list[tuple[list[int], list[int]]]:
+    """Let 256 requests decode together; return prompts and answers.
+
+    They are of five groups, four under one system prompt, and lone ones. No prompt is there twice.
+    """
+    rng = random.Random(256)
+
+    def tokens(length: int) -> list[int]:
+        return [rng.randrange(256) for _ in range(length)]
+
+    system = tokens(16)
+    heads = [[*system, *tokens(16 + i)] for i in range(4)] + [tokens(32), []]
+    prompts = [[*heads[i % 6], i, *tokens(i % 9)] for i in range(256)]
+    driver = Driver(engine, max_num_seqs=256, max_num_batched_tokens=4096)
+    for head in heads:  # so that the others find it
+        driver.answer([*head, 255], 1)
+    requests = [driver.add(prompt, 4) for prompt in prompts]
+    most = 0
+    while driver.scheduler.has_work:
+        most = max(most, len(driver.step().rows))
+    assert most == 256
+    return [(prompt, r.output_token_ids) for prompt, r in zip(prompts, requests, strict=True)]

@@ -15,6 +15,7 @@ import torch
 
 from kvway_worker.torch_engine import AttentionOptions, TorchEngine
 from kvway_worker.torch_engine.attention import ALWAYS
+from tests.worker.cascading import answers, batch_of_256, random_batch
 from tests.worker.torch_models import Driver
 
 
@@ -28,6 +29,7 @@ class Told:
         num_graphs: after loading.
         num_new: graphs that steps made after it.
         num_passes: shared runs that were read once in these steps.
+        answered: prompts with their greedy answers, of batches that came behind these steps.
         log: of loading.
     """
 
@@ -36,11 +38,15 @@ class Told:
     num_graphs: int
     num_new: int
     num_passes: int
+    answered: list[tuple[list[int], list[int]]]
     log: str = ""
 
 
 def start(folder: Path, home: Path, *, num_steps: int) -> Told:
-    """Load an engine and run random steps; with none, costs are measured, else sharing pays."""
+    """Load an engine and run random steps, then batches; with no steps it only loads.
+
+    Costs are measured then, else sharing pays.
+    """
     env = {**os.environ, "KVWAY_HOME": str(home)}
     env.pop("TORCHINDUCTOR_CACHE_DIR", None)
     done = subprocess.run(
@@ -72,16 +78,30 @@ def random_steps(engine: TorchEngine, num_steps: int) -> None:
             done += 1
 
 
+def steps_and_batches(engine: TorchEngine, num_steps: int) -> list[tuple[list[int], list[int]]]:
+    """Run random steps, and batches behind them; return what was answered in these."""
+    if not num_steps:
+        return []
+    random_steps(engine, num_steps)
+    answered = batch_of_256(engine)
+    for seed in (0, 1):
+        batch = random_batch(seed)
+        answered += zip(batch.prompts, answers(engine, batch), strict=True)
+    return answered
+
+
 def _main(folder: Path, num_steps: int) -> None:
     from torch._dynamo.utils import counters
 
     torch.set_num_threads(1)
     options = AttentionOptions("compiled", costs=ALWAYS if num_steps else None)
-    engine = TorchEngine(folder, dtype="float32", device="cpu", num_blocks=256, attention=options)
+    engine = TorchEngine(folder, dtype="float32", device="cpu", num_blocks=600, attention=options)
+    for layer in (*engine._cache.k, *engine._cache.v):
+        layer.fill_(float("nan"))  # what is read before it is written shows
     num_graphs = counters["stats"]["unique_graphs"]
     # On a thread of their own, as in a worker.
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(random_steps, engine, num_steps).result()
+        answered = thread.submit(steps_and_batches, engine, num_steps).result()
     found = counters["inductor"]
     told = Told(
         num_compiled=found["fxgraph_cache_miss"],
@@ -89,6 +109,7 @@ def _main(folder: Path, num_steps: int) -> None:
         num_graphs=num_graphs,
         num_new=counters["stats"]["unique_graphs"] - num_graphs,
         num_passes=engine.attention().num_passes,
+        answered=answered,
     )
     sys.stdout.write(json.dumps(asdict(told)))
 

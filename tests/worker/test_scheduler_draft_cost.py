@@ -103,7 +103,7 @@ def _step(bench: Bench) -> object:
 def test_wrong_drafts_cost_nobody_anything(queue_order: QueueOrder) -> None:
     """Hot, pinned and other cached content, preemptions, everyone's place and first token."""
     num_lives = num_preempted = num_evicting = 0
-    for seed in range(60):
+    for seed in range(30):
         drafted = life(seed, 8, queue_order)
         if drafted.num_accepted:
             continue  # whoever is further on needs its next block sooner
@@ -114,4 +114,4 @@ def test_wrong_drafts_cost_nobody_anything(queue_order: QueueOrder) -> None:
         num_lives += 1
         num_preempted += plain.preemptions > 0
         num_evicting += plain.evictions > 0
-    assert min(num_lives, num_preempted, num_evicting) > 5
+    assert min(num_lives, num_preempted, num_evicting) > 2

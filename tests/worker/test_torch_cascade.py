@@ -19,8 +19,15 @@ from kvway_worker.scheduling.prefix_groups import CascadeCosts
 from kvway_worker.torch_engine import AttentionOptions, TorchEngine
 from kvway_worker.torch_engine.attention import ALWAYS, Attention
 from kvway_worker.torch_engine.calls import Part
-from tests.worker.cascading import NUM_NEW, Batch, answers, expected, random_batch
-from tests.worker.torch_models import Driver, write_model
+from tests.worker.cascading import (
+    NUM_NEW,
+    Batch,
+    answers,
+    batch_of_256,
+    expected,
+    random_batch,
+)
+from tests.worker.torch_models import Driver, check_by_transformers, write_model
 
 NEVER = CascadeCosts(paged_key=0.0, run=1.0, run_key=0.0, run_pair=0.0, merge=0.0)
 SHARING = AttentionOptions("sdpa", costs=ALWAYS)
@@ -71,6 +78,13 @@ def test_greedy_equals_generate_in_batches_of_groups_levels_chunks_and_lone_requ
     engine = engine_of(folder, OPTIONS[how])
     for batch, own in batches:
         assert answers(engine, batch) == own
+    assert bool(engine.attention().num_passes) == (how != "off")
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+def test_greedy_equals_transformers_in_a_batch_of_256(folder: Path, how: str) -> None:
+    engine = engine_of(folder, OPTIONS[how], num_blocks=600)
+    check_by_transformers(folder, batch_of_256(engine))
     assert bool(engine.attention().num_passes) == (how != "off")
 
 

@@ -15,14 +15,13 @@ import torch
 
 from kvway_core.api import ChatMessage
 from kvway_core.prompts import PromptEncoder
-from kvway_worker.fetch import DEFAULT_MODEL, resolve_model
 from kvway_worker.scheduling.sampling_params import TokenLogprobs
 from kvway_worker.torch_engine import TorchEngine
-from tests.worker.torch_models import Driver, generate
+from tests.worker.torch_models import Driver, check_by_transformers
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
 
-NUM_NEW = 12
+NUM_NEW = 8
 SYSTEM = (
     "You are the help desk of a small library in a harbour town. Answer in one short sentence. "
     "The library is open from 10 to 18 on weekdays and from 10 to 14 on Saturdays. A card costs "
@@ -50,15 +49,10 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model_dir() -> Path:
-    return resolve_model(DEFAULT_MODEL)
-
-
-@pytest.fixture(scope="module")
-def prompts(model_dir: Path) -> list[list[int]]:
+def prompts(smollm2: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
     chats = [
         [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
         for question in QUESTIONS
@@ -70,30 +64,32 @@ def prompts(model_dir: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(model_dir: Path, prompts: list[list[int]]) -> list[list[int]]:
-    return generate(model_dir, prompts, NUM_NEW)
+def expected(
+    smollm2: Path, smollm2_engine: TorchEngine, prompts: list[list[int]]
+) -> list[list[int]]:
+    """Answers in a batch of eight, which are transformers' own."""
+    driver = Driver(smollm2_engine)
+    requests = [driver.add(prompt, NUM_NEW) for prompt in prompts]
+    driver.finish()
+    answers = [request.output_token_ids for request in requests]
+    check_by_transformers(smollm2, list(zip(prompts, answers, strict=True)))
+    return answers
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
-def test_greedy_equals_generate_cold_warm_and_in_a_batch_of_eight(
-    model_dir: Path,
-    prompts: list[list[int]],
-    expected: list[list[int]],
-    *,
-    deterministic: bool,
+def test_greedy_equals_transformers_in_a_batch_cold_and_warm(
+    smollm2_engine: TorchEngine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    engine = TorchEngine(
-        model_dir, dtype="float32", device="cpu", num_blocks=512, deterministic=deterministic
-    )
+    cold_and_warm(smollm2_engine, prompts, expected)
+
+
+def cold_and_warm(
+    engine: TorchEngine, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
     driver = Driver(engine)
     assert driver.answer(prompts[0], NUM_NEW) == (expected[0], 0)
     answer, num_cached = driver.answer(prompts[1], NUM_NEW)
     assert answer == expected[1]
     assert num_cached >= 96  # the shared part
-    driver = Driver(engine)
-    requests = [driver.add(prompt, NUM_NEW) for prompt in prompts]
-    driver.finish()
-    assert [request.output_token_ids for request in requests] == expected
 
 
 @dataclass(frozen=True)
@@ -113,24 +109,26 @@ def ask(driver: Driver, prompt: Sequence[int], num_new: int, **params: Any) -> A
 
 
 def test_deterministic_answers_are_the_same_bit_for_bit(
-    model_dir: Path, prompts: list[list[int]]
+    smollm2: Path, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     """P28, section 6 numbers 15 and 18; on two threads, where more would differ than on one."""
+    engine = TorchEngine(smollm2, device="cpu", num_blocks=64, deterministic=True)
+    cold_and_warm(engine, prompts, expected)
+    asked, other, third = (prompt[-60:] for prompt in prompts[:3])  # 2 blocks and more are shared
     torch.set_num_threads(2)
-    engine = TorchEngine(model_dir, device="cpu", num_blocks=64, deterministic=True)
     sampled: dict[str, Any] = {"temperature": 1.0, "seed": 3}
-    whole = ask(Driver(engine), prompts[0], 3, prompt_logprobs=1, **sampled)
-    assert [one.token_id for one in whole.prompt_logprobs] == prompts[0][1:]
-    expected = replace(whole, prompt_logprobs=())
+    whole = ask(Driver(engine), asked, 3, prompt_logprobs=1, **sampled)
+    assert [one.token_id for one in whole.prompt_logprobs] == asked[1:]
+    answer = replace(whole, prompt_logprobs=())
 
     warm = Driver(engine)
-    warm.answer(prompts[1], 1)
-    assert ask(warm, prompts[0], 3, **sampled) == expected  # cached blocks and a copied tail
-    assert ask(warm, prompts[0], 3, **sampled) == expected  # fully cached
-    assert ask(warm, prompts[0], 1, prompt_logprobs=1).prompt_logprobs == whole.prompt_logprobs
+    warm.answer(other, 1)
+    assert ask(warm, asked, 3, **sampled) == answer  # cached blocks and a copied tail
+    assert ask(warm, asked, 3, **sampled) == answer  # fully cached
+    assert ask(warm, asked, 1, prompt_logprobs=1).prompt_logprobs == whole.prompt_logprobs
     batched = Driver(engine, num_drafts=4, max_num_batched_tokens=75)
-    batched.add(prompts[2][:40], 9)
-    assert ask(batched, prompts[0], 3, **sampled) == expected
+    batched.add(third, 9)
+    assert ask(batched, asked, 3, **sampled) == answer
     torch.set_num_threads(1)
 
 
@@ -139,10 +137,10 @@ OWN_TOLERANCE, TOP_TOLERANCE = 0.25, 0.8
 
 
 def test_in_bfloat16_cold_and_warm_log_probabilities_are_close(
-    model_dir: Path, prompts: list[list[int]]
+    smollm2: Path, prompts: list[list[int]]
 ) -> None:
     """Compared as far as the answers are the same, which they mostly are."""
-    engine = TorchEngine(model_dir, dtype="bfloat16", device="cpu", num_blocks=128)
+    engine = TorchEngine(smollm2, dtype="bfloat16", device="cpu", num_blocks=128)
     colds = [ask(Driver(engine), prompt, NUM_NEW) for prompt in prompts[:4]]
     warm = Driver(engine)  # from here on: drivers of one engine write the same blocks
     warm.answer(prompts[-1], 2)
@@ -159,15 +157,14 @@ def test_in_bfloat16_cold_and_warm_log_probabilities_are_close(
     assert num_compared >= 2 * NUM_NEW
 
 
-def test_numbers_are_split_into_digits(model_dir: Path) -> None:
+def test_numbers_are_split_into_digits(smollm2: Path) -> None:
     """The conversion from GGUF loses this, and with it the meaning of every number."""
-    encoder = PromptEncoder.load(model_dir)
+    encoder = PromptEncoder.load(smollm2)
     assert len(encoder.encode_text("2048")) == len(encoder.encode_text("2")) + 3
 
 
-def test_text_makes_sense(model_dir: Path) -> None:
-    encoder = PromptEncoder.load(model_dir)
+def test_text_makes_sense(smollm2: Path, smollm2_engine: TorchEngine) -> None:
+    encoder = PromptEncoder.load(smollm2)
     question = ChatMessage(role="user", content="What is the capital of France?")
-    engine = TorchEngine(model_dir, device="cpu", num_blocks=8)
-    answer, _ = Driver(engine).answer(encoder.encode_chat([question]), 8)
+    answer, _ = Driver(smollm2_engine).answer(encoder.encode_chat([question]), 8)
     assert "Paris" in encoder.decode(answer)

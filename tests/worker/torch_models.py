@@ -63,6 +63,20 @@ def generate(folder: Path, prompts: Sequence[Sequence[int]], max_tokens: int) ->
     return answers
 
 
+def check_by_transformers(folder: Path, answered: Sequence[tuple[list[int], list[int]]]) -> None:
+    """Check greedy answers in one call of transformers' model, which is given prompt and answer.
+
+    What is behind a token has no effect on it: rows are as long as the longest.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    longest = max(len(prompt) + len(answer) for prompt, answer in answered)
+    ids = torch.tensor([[*p, *a, *[0] * (longest - len(p) - len(a))] for p, a in answered])
+    with torch.inference_mode():
+        best = model(ids, use_cache=False).logits.argmax(-1)
+    for row, (prompt, answer) in zip(best.tolist(), answered, strict=True):
+        assert row[len(prompt) - 1 : len(prompt) + len(answer) - 1] == answer
+
+
 class Driver:
     """Runs requests to their end: the engine's loop without its thread.
 

@@ -1,0 +1,27 @@
+"""What tests of the worker share: the default model, loaded once for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:  # torch takes seconds to import, and most of these tests need none
+    from kvway_worker.torch_engine import TorchEngine
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """Returns the folder of the default model, fetched as a user would."""
+    from kvway_worker.fetch import DEFAULT_MODEL, resolve_model
+
+    return resolve_model(DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def smollm2_engine(smollm2: Path) -> TorchEngine:
+    """Returns an engine of it in float32 that attends plainly; whoever uses it makes a pool."""
+    from kvway_worker.torch_engine import TorchEngine
+
+    return TorchEngine(smollm2, dtype="float32", device="cpu", num_blocks=512)
