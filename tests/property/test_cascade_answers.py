@@ -67,10 +67,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"))
 
 
-def engine_of(folder: Path, attention: AttentionOptions = PLAIN) -> TorchEngine:
+def engine_of(
+    folder: Path, kv_dtype: str = "auto", attention: AttentionOptions = PLAIN
+) -> TorchEngine:
     return TorchEngine(
         folder,
         dtype="float32",
+        kv_dtype=kv_dtype,
         device="cpu",
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK,
@@ -78,20 +81,27 @@ def engine_of(folder: Path, attention: AttentionOptions = PLAIN) -> TorchEngine:
     )
 
 
-@pytest.fixture(scope="module")
-def sharing(folder: Path) -> TorchEngine:
-    return engine_of(folder, AttentionOptions("sdpa", costs=ALWAYS))
+@dataclass(frozen=True)
+class Both:
+    """An engine that shares, and what one that does not answers."""
+
+    sharing: TorchEngine
+    alone: Alone
+
+    @classmethod
+    def of(cls, folder: Path, kv_dtype: str) -> Both:
+        engine = engine_of(folder, kv_dtype)
+
+        @functools.cache
+        def answer(prompt: tuple[int, ...]) -> list[int]:
+            return Driver(engine).answer(prompt, MAX_NEW)[0]
+
+        return cls(engine_of(folder, kv_dtype, AttentionOptions("sdpa", costs=ALWAYS)), answer)
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> Alone:
-    engine = engine_of(folder)
-
-    @functools.cache
-    def answer(prompt: tuple[int, ...]) -> list[int]:
-        return Driver(engine).answer(prompt, MAX_NEW)[0]
-
-    return answer
+@pytest.fixture(scope="module", params=["auto", "fp8_e4m3"])
+def both(folder: Path, request: pytest.FixtureRequest) -> Both:
+    return Both.of(folder, request.param)
 
 
 @settings(max_examples=20)
@@ -101,12 +111,12 @@ def alone(folder: Path) -> Alone:
     num_drafts=st.sampled_from([0, 0, 2]),
 )
 def test_each_answer_is_the_one_it_gets_alone(
-    sharing: TorchEngine,
-    alone: Alone,
+    both: Both,
     events: list[Come | str | int],
     chunk: int,
     num_drafts: int,
 ) -> None:
+    sharing, alone = both.sharing, both.alone
     for layer in (*sharing._cache.k, *sharing._cache.v):
         layer.fill_(float("nan"))
     driver = Driver(sharing, max_num_batched_tokens=chunk, num_drafts=num_drafts)
@@ -132,8 +142,9 @@ def test_each_answer_is_the_one_it_gets_alone(
     event(f"preempted: {driver.scheduler.counters.preemptions > 0}")
 
 
-def test_random_lives_share_and_preempt(sharing: TorchEngine, alone: Alone) -> None:
+def test_random_lives_share_and_preempt(both: Both) -> None:
     """What the test above is about does happen in so small a pool."""
+    sharing, alone = both.sharing, both.alone
     come = Come(16, 0, 8, (1,), MAX_NEW, has_fork=False)
     driver = Driver(sharing)
     before = sharing.attention().num_passes
