@@ -249,3 +249,19 @@ async def test_the_work_of_chats_that_go_on_is_that_of_one_large_cache(
             texts[number] = text + words(f" turn {turn}", 160)
     once = sum(len(text) for text in texts.values())
     assert sum(map(work, replicas)) < 1.3 * once
+
+
+async def test_an_address_given_twice_is_one_replica_and_unknown_holders_are_no_candidates(
+    start_routers: StartRouters,
+) -> None:
+    (bench,) = await start_routers(2, load=IDLE)
+    one, other = bench.replicas
+    prompt = words("held by a stranger", 400)
+    holder = await holder_of(bench, prompt)
+    bench.router.index.store("10.9.9.9:1", None, [*bench.router.index.blocks(holder.replica_id)])
+    bench.router.replicas.set_replicas([one.url, other.url, one.url, other.url + "/"])
+    _, headers, _ = await bench.chat(prompt)
+    record = await bench.decision(headers)
+    named = [candidate["replica_id"] for candidate in record["candidates"]]
+    assert sorted(named) == sorted([one.replica_id, other.replica_id])
+    assert record["replica_id"] == holder.replica_id
