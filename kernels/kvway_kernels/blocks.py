@@ -15,8 +15,8 @@ BlockIds: TypeAlias = slice | Tensor
 """Blocks of a cache in order: a slice where they follow each other, else int64 ids."""
 
 _PIECE_KEYS = 4096
-"""Keys of one request or run that are dequantised at once. In float32 keys and values of 8 heads
-of 128 then take 32 MB, however long the request is."""
+"""Keys of one request or run that are copied at once. In float32 keys and values of 8 heads of 128
+then take 32 MB, however long the request is."""
 
 
 def block_ids(blocks: Sequence[int], device: torch.device) -> BlockIds:
@@ -34,9 +34,12 @@ def int64(values: Sequence[int]) -> Tensor:
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
-def pieces(cache: KV, num_keys: int) -> list[slice]:
-    """Return which keys to attend to at once: all, or so many as may be dequantised at once."""
-    step = _PIECE_KEYS if isinstance(cache, Quantised) else num_keys
+def pieces(cache: KV, blocks: BlockIds, num_keys: int) -> list[slice]:
+    """Return which keys to attend to at once: all that are read in place, else so many as may be
+    copied.
+    """
+    in_place = isinstance(blocks, slice) and not isinstance(cache, Quantised)
+    step = num_keys if in_place else _PIECE_KEYS
     return [slice(start, min(start + step, num_keys)) for start in range(0, num_keys, step)]
 
 

@@ -72,7 +72,8 @@ def shared_pass(
 ) -> tuple[Tensor, Tensor]:
     """Attend all rows of a shared run's members to it: its keys and values are read once.
 
-    Quantised ones are dequantised into a copy of one piece of the run at a time.
+    What cannot be read in place (scattered blocks, quantised ones) is copied, 4,096 keys and their
+    values at once, however long the run is; what these give is merged.
 
     Shapes: q [T, Hq, D]; caches [num_blocks, block_size, Hkv, D].
 
@@ -86,7 +87,7 @@ def shared_pass(
     grouped = rows.to(run.dtype).view(num_rows, num_kv_heads, -1, head_dim).transpose(0, 1)
     grouped = grouped.reshape(1, num_kv_heads, -1, head_dim)
     parts = []
-    for keys in pieces(k_cache, run.num_keys):
+    for keys in pieces(k_cache, run.blocks, run.num_keys):
         k = load(k_cache, run.blocks, keys, run.dtype).transpose(0, 1)[None]
         v = load(v_cache, run.blocks, keys, run.dtype).transpose(0, 1)[None]
         parts.append(attend(grouped, k, v, scale=scale, softcap=softcap))

@@ -40,6 +40,9 @@ inline void fetch(const Code* numbers) {
   for (size_t d = 0; d < kDim; d += 64 / sizeof(Code)) __builtin_prefetch(numbers + d);
 }
 
+// What a thread keeps beside queries and sums of a unit's rows, however many keys there are.
+static_assert(4 * ((up(kTile, kRows) + kTile) * kDim + up(kTile, kRows) * kBand) <= 1 << 18);
+
 // One layer's keys and values: blocks, in each block_size x num_kv_heads x kDim codes, and, where
 // these are scaled, block_size x num_kv_heads scales in bfloat16.
 struct Cache {

@@ -3,10 +3,10 @@
 Where the plan says `compiled`, decode is left to the module of that name; the rest is the same.
 
 Keys whose blocks follow each other are read in place; others are gathered into a dense copy
-first. Quantised keys are always copied, dequantised, at most a piece of a request at once, and
-what the pieces give is merged. Grouped-query attention costs no copy: a decode row's heads that
-share a key head become rows of one call. Many rows are multiplied in the dtype that the plan
-names.
+first, and quantised ones are dequantised into one: at most 4,096 keys of a request or run at once
+(of a group of requests 16,384), and what the pieces give is merged. Grouped-query attention costs
+no copy: a decode row's heads that share a key head become rows of one call. Many rows are
+multiplied in the dtype that the plan names.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def _prefill(  # noqa: PLR0913
     softcap: float | None,
 ) -> None:
     everything = slice(0, prefill.num_keys)
-    parts = pieces(k_cache, prefill.num_keys) if prefill.can_split else [everything]
+    parts = (
+        pieces(k_cache, prefill.blocks, prefill.num_keys) if prefill.can_split else [everything]
+    )
     for keys in parts:
         k = _dense(k_cache, prefill, keys)
         v = _dense(v_cache, prefill, keys)
@@ -207,7 +209,8 @@ def _decode(  # noqa: PLR0913
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = q.index_select(0, group.rows).view(num_requests, num_kv_heads, -1, head_dim)
     everything = slice(0, group.num_keys)
-    parts = [everything] if group.lone_blocks is None else pieces(k_cache, group.num_keys)
+    lone = group.lone_blocks
+    parts = [everything] if lone is None else pieces(k_cache, lone, group.num_keys)
     for keys in parts:
         hidden = None if group.is_even else _hidden(group, keys)
         mask = None

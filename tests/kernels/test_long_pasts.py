@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvway_kernels import reference
+from kvway_kernels import blocks, dense, reference, sdpa
 from kvway_kernels.api import RequestRows, SharedRun, cascade_attention, plan
 from kvway_kernels.rows import LONG_PAST
 
@@ -70,3 +70,42 @@ def test_windows_and_fixed_shapes_keep_their_masks(options: dict[str, Any]) -> N
         requests, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, implementation="sdpa", **options
     )
     assert not step.passes
+
+
+@pytest.mark.parametrize("is_scattered", [True, False])
+@pytest.mark.parametrize("what", ["a shared run", "a lone request", "a chunk"])
+def test_scattered_keys_are_copied_in_pieces(
+    what: str, monkeypatch: pytest.MonkeyPatch, *, is_scattered: bool
+) -> None:
+    sizes = []
+
+    def watched(cache: Any, ids: Any, keys: slice, dtype: torch.dtype) -> torch.Tensor:
+        sizes.append(keys.stop - keys.start)
+        return blocks.load(cache, ids, keys, dtype)
+
+    monkeypatch.setattr(blocks, "_PIECE_KEYS", 50)
+    monkeypatch.setattr(dense, "load", watched)
+    monkeypatch.setattr(sdpa, "load", watched)
+    ids, generator = [*range(20, 32)], torch.Generator().manual_seed(3)
+    if is_scattered:
+        random.Random(3).shuffle(ids)
+    requests = {
+        "a shared run": [RequestRows(1, 193 + i, [*ids, 300 + i]) for i in range(3)],
+        "a lone request": [RequestRows(1, 190, ids)],
+        "a chunk": [RequestRows(20, 190, ids)],
+    }[what]
+    k_cache, v_cache = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, 2, 64, generator=generator)
+    q = torch.randn(sum(r.num_queries for r in requests), 6, 64, generator=generator)
+    step = plan(
+        requests,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        shared=[SharedRun((0, 1, 2), 0, 12)] if what == "a shared run" else [],
+        implementation="sdpa",
+    )
+    out, _ = cascade_attention(q, k_cache, v_cache, step, scale=0.125)
+    exact, _ = reference.paged_attention(
+        q, k_cache, v_cache, requests, scale=0.125, dtype=torch.float64
+    )
+    assert float((out - exact).norm() / exact.norm()) < 2e-6
+    assert (max(sizes) <= 50) == is_scattered
