@@ -35,9 +35,7 @@ def int64(values: Sequence[int]) -> Tensor:
 
 
 def pieces(cache: KV, blocks: BlockIds, num_keys: int) -> list[slice]:
-    """Return which keys to attend to at once: all that are read in place, else so many as may be
-    copied.
-    """
+    """Return which keys to attend to at once: as many as may be copied, or all where none is."""
     in_place = isinstance(blocks, slice) and not isinstance(cache, Quantised)
     step = num_keys if in_place else _PIECE_KEYS
     return [slice(start, min(start + step, num_keys)) for start in range(0, num_keys, step)]
