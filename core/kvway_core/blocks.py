@@ -4,9 +4,11 @@ A block is `block_size` consecutive tokens. Its hash covers the block, every blo
 the namespace, so that one hash names the whole prefix that ends there:
 
     h[-1] = xxh3_128(namespace)
-    h[i]  = xxh3_128(h[i-1] || tokens of block i, each as uint32 little-endian)
+    h[i]  = xxh3_128(h[i-1] || tokens of block i, each as uint32 little-endian || its extras)
 
-Only full blocks have a hash. A hash finds a block; it never proves what is in it: whoever reuses a
+Extras are what else the KV of a block depends on: of each image in it its tag, its place in the
+block, and what names its content. Most blocks have none. Only
+full blocks have a hash. A hash finds a block; it never proves what is in it: whoever reuses a
 block compares its tokens, so that a collision costs a miss and never an answer.
 
 The scheme is pinned by golden vectors: changing it invalidates every cache in the field.
@@ -19,7 +21,8 @@ import functools
 import struct
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NewType, cast
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple, NewType, cast
 
 import xxhash
 
@@ -91,6 +94,18 @@ class Namespace:
         return BlockHash(xxhash.xxh3_128_digest(bytes(buffer)))
 
 
+class Image(NamedTuple):
+    """An image in a prompt.
+
+    Attributes:
+        place: Tokens before it.
+        content: Names what is in it, such as a hash.
+    """
+
+    place: int
+    content: bytes
+
+
 def block_hashes(
     token_ids: Sequence[int], *, parent: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE
 ) -> list[BlockHash]:
@@ -111,11 +126,42 @@ def block_hashes(
 
 
 def packed_block_hashes(
-    packed: bytes | memoryview, *, parent: BlockHash, block_size: int = DEFAULT_BLOCK_SIZE
+    packed: bytes | memoryview,
+    *,
+    parent: BlockHash,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    images: Sequence[Image] = (),
 ) -> list[BlockHash]:
-    """Returns what `block_hashes` does for tokens that are packed already (`packed_tokens`)."""
+    """Returns what `block_hashes` does for tokens that are packed already (`packed_tokens`).
+
+    Args:
+        packed: The tokens.
+        parent: As for `block_hashes`.
+        block_size: Tokens per block.
+        images: Images among the tokens, in order; each changes the hash of the block that it
+            begins in, and so of all behind it.
+    """
     _check_block_size(block_size)
-    return _hash_blocks(packed, parent=parent, block_bytes=4 * block_size)
+    block_bytes = 4 * block_size
+    chain: list[BlockHash] = []
+    for number, group in groupby(images, key=lambda image: image.place // block_size):
+        start, at = len(chain) * block_bytes, number * block_bytes
+        chain += _hash_blocks(packed[start:at], parent=parent, block_bytes=block_bytes)
+        block = bytes(packed[at : at + block_bytes])
+        if len(block) < block_bytes:
+            return chain
+        parent = chain[-1] if chain else parent
+        extras = b"".join(_extra(image, block_size) for image in group)
+        parent = BlockHash(xxhash.xxh3_128_digest(parent + block + extras))
+        chain.append(parent)
+    rest = packed[len(chain) * block_bytes :]
+    return chain + _hash_blocks(rest, parent=parent, block_bytes=block_bytes)
+
+
+def _extra(image: Image, block_size: int) -> bytes:
+    """Returns what stands for an image behind the tokens of its block."""
+    sizes = image.place % block_size, len(image.content)
+    return b"I%b%b%b" % (*(size.to_bytes(4, "little") for size in sizes), image.content)
 
 
 def packed_tokens(token_ids: Sequence[int]) -> memoryview:

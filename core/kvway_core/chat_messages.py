@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
@@ -10,19 +11,37 @@ from kvway_core.api import ChatMessage, ContentPart
 from kvway_core.errors import InvalidRequest
 from kvway_core.strict_json import plain_name
 
+IMAGE_PART: Final = "image_url"
+"""What the API calls an image among the parts of a content."""
 
-def plain_message(index: int, message: ChatMessage, *, parts_allowed: bool) -> dict[str, object]:
-    """Returns a message as the template sees it: what is null is left out."""
+
+def plain_message(
+    index: int, message: ChatMessage, *, parts_allowed: bool, images_allowed: bool = False
+) -> dict[str, object]:
+    """Returns a message as the template sees it: what is null is left out.
+
+    Args:
+        index: Its place in the conversation.
+        message: The message.
+        parts_allowed: Whether the template takes a list of parts.
+        images_allowed: Whether it has a place for images among them.
+
+    Raises:
+        InvalidRequest: A part is neither text nor, where it may be, an image.
+    """
     plain: dict[str, object] = {"role": message.role}
     if isinstance(message.content, str):
         plain["content"] = message.content
     elif message.content is not None:
-        texts = [_text_of(index, part) for part in message.content]
-        plain["content"] = (
-            [{"type": "text", "text": text} for text in texts]
-            if parts_allowed
-            else "\n".join(texts)
-        )
+        if parts_allowed:
+            plain["content"] = [
+                {"type": "image"}
+                if images_allowed and part.type == IMAGE_PART
+                else {"type": "text", "text": _text_of(index, part)}
+                for part in message.content
+            ]
+        else:
+            plain["content"] = "\n".join(_text_of(index, part) for part in message.content)
     if message.name is not None:
         plain["name"] = message.name
     if message.tool_calls is not None:

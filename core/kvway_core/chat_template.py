@@ -44,6 +44,7 @@ class ChatTemplate:
 
     Attributes:
         takes_parts: Whether a message's content may be a list of parts.
+        takes_images: Whether images among them have a place in the text.
         kwargs: Names of the variables that a request may set.
     """
 
@@ -74,6 +75,7 @@ class ChatTemplate:
         hidden = _RESERVED.union(variables, environment.globals)
         self.kwargs = frozenset(declared - hidden) | _COMMON_KWARGS
         self.takes_parts = self._probe_parts()
+        self.takes_images = self.takes_parts and self._probe_images()
 
     def render(
         self,
@@ -142,7 +144,7 @@ class ChatTemplate:
         content = last.get("content")
         if isinstance(content, str):
             last["content"] = content + _MARK
-        elif isinstance(content, list) and content:
+        elif isinstance(content, list) and content and "text" in content[-1]:
             last["content"] = [*content[:-1], {**content[-1], "text": content[-1]["text"] + _MARK}]
         text = self.render(
             [*messages[:-1], last], tools=tools, add_generation_prompt=False, kwargs=kwargs
@@ -164,6 +166,18 @@ class ChatTemplate:
         except InvalidRequest:
             return False
         return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
+
+    def _probe_images(self) -> bool:
+        """Says whether an image between two texts shows in the text that the template makes."""
+        texts = [{"type": "text", "text": mark} for mark in (_PROBE, _PROBE[::-1])]
+        try:
+            without = self.render([{"role": "user", "content": texts}])
+            image: dict[str, object] = {"type": "image"}
+            rendered = self.render([{"role": "user", "content": [texts[0], image, texts[1]]}])
+        except InvalidRequest:
+            return False
+        # Not as the list that it is: templates for texts alone may print that.
+        return rendered != without and _PROBE in rendered and "'type'" not in rendered
 
 
 class _GenerationTag(Extension):

@@ -161,6 +161,17 @@ class Cutter:
         if begin < len(text):
             yield len(text)
 
+    def cuts_at(self, text: str, places: Iterable[int]) -> list[int]:
+        """Returns those of some places, in order, that an added token begins at and may be cut."""
+        wanted = set(places)
+        starts = []
+        for start, stop in self._found(text) if wanted and self.cuts_specials else ():
+            if start in wanted and text[start:stop] not in self.avoided and start < stop:
+                starts.append(start)
+            if start >= max(wanted):
+                break
+        return starts
+
     def _found(self, text: str) -> Iterator[tuple[int, int]]:
         """Yields the added tokens as tokenizers finds them, and the ends of windows without one.
 

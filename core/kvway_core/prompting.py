@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvway_core.api import ChatRequest, CompletionRequest
+from kvway_core.api import ChatMessage, ChatRequest, CompletionRequest
+from kvway_core.blocks import Image
 from kvway_core.errors import ContextLengthExceeded, InvalidRequest
+from kvway_core.images import PlacedImage, images_of
 from kvway_core.prompts import PromptEncoder
 from kvway_core.tokenizing import TextReader
 
@@ -15,6 +17,7 @@ class TokenReader:
 
     done = True
     head = ""
+    images: Sequence[Image] = ()
     text: str | None = None
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -45,6 +48,7 @@ class EndReader:
         self._reader = reader
         self._keep = keep
         self.token_ids: Sequence[int] = ()
+        self.images: Sequence[Image] = ()
         self.piece_keys: Sequence[int] = ()
         self.done = False
 
@@ -63,6 +67,11 @@ class EndReader:
         left = self._reader.advance(num_chars)
         if self._reader.done and not self.done:
             self.token_ids = self._reader.token_ids[-self._keep :]
+            num_cut = len(self._reader.token_ids) - len(self.token_ids)
+            self.images = [
+                Image(max(0, image.place - num_cut), image.content)
+                for image in self._reader.images
+            ]
             self.done = True
         return left
 
@@ -96,7 +105,11 @@ def encode_prompts(
 
 
 def read_prompts(
-    request: ChatRequest | CompletionRequest, encoder: PromptEncoder, *, max_model_len: int | None
+    request: ChatRequest | CompletionRequest,
+    encoder: PromptEncoder,
+    *,
+    max_model_len: int | None,
+    with_images: bool = False,
 ) -> list[PromptReader]:
     """Returns each prompt of a request, to be tokenized as far as it is needed.
 
@@ -107,20 +120,23 @@ def read_prompts(
         encoder: Template and tokenizer of the model.
         max_model_len: Tokens of prompt and answer together; None when nobody said, and then
             `truncate_prompt_tokens: -1` keeps everything.
+        with_images: Whether messages may have images: for whoever passes them on.
 
     Raises:
-        InvalidRequest: As `PromptEncoder.render_chat`; or if more is to be kept than the context
-            has room for.
+        InvalidRequest: As `PromptEncoder.render_chat` and `images_of`; or if more is to be kept
+            than the context has room for.
         ContextLengthExceeded: As `check_text_fits`, of a prompt that is not truncated.
     """
     keep = _kept_tokens(request, max_model_len=max_model_len)
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     readers: list[PromptReader] = []
-    for prompt in _prompts(request, encoder):
+    for prompt, images in _prompts(request, encoder, with_images=with_images):
         if isinstance(prompt, str):
             if keep is None and max_model_len is not None:
                 check_text_fits(prompt, encoder, max_model_len=max_model_len, param=param)
-            reader = encoder.read_text(prompt, add_special_tokens=_adds_special(request))
+            reader = encoder.read_text(
+                prompt, add_special_tokens=_adds_special(request), images=images
+            )
             readers.append(reader if keep is None else EndReader(reader, keep=keep))
         else:
             readers.append(TokenReader(prompt if keep is None else prompt[-keep:]))
@@ -150,21 +166,25 @@ def check_text_fits(text: str, encoder: PromptEncoder, *, max_model_len: int, pa
 
 
 def _prompts(
-    request: ChatRequest | CompletionRequest, encoder: PromptEncoder
-) -> list[str | list[int]]:
-    """Returns the prompts as text, or as the token ids that were given."""
+    request: ChatRequest | CompletionRequest, encoder: PromptEncoder, *, with_images: bool
+) -> list[tuple[str | list[int], Sequence[PlacedImage]]]:
+    """Returns the prompts as text with the images in it, or as the token ids that were given."""
     if isinstance(request, CompletionRequest):
-        return request.prompts
+        return [(prompt, ()) for prompt in request.prompts]
     starts_answer = request.add_generation_prompt
-    return [
-        encoder.render_chat(
-            request.messages,
+
+    def render(messages: Sequence[ChatMessage]) -> str:
+        return encoder.render_chat(
+            messages,
             tools=request.tools,
             add_generation_prompt=True if starts_answer is None else starts_answer,
             continue_final_message=bool(request.continue_final_message),
             kwargs=request.chat_template_kwargs,
+            with_images=with_images,
         )
-    ]
+
+    text = render(request.messages)
+    return [(text, images_of(request.messages, text, render) if with_images else ())]
 
 
 def _adds_special(request: ChatRequest | CompletionRequest) -> bool:

@@ -18,6 +18,7 @@ from kvway_core.api import ChatMessage
 from kvway_core.chat_messages import plain_message
 from kvway_core.chat_template import ChatTemplate
 from kvway_core.errors import ConfigError, InvalidRequest
+from kvway_core.images import PlacedImage
 from kvway_core.token_bounds import token_bound
 from kvway_core.token_bytes import TokenBytes
 from kvway_core.tokenizing import AUTO, TextReader, TextTokenizer
@@ -147,6 +148,7 @@ class PromptEncoder:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, object] | None = None,
+        with_images: bool = False,
     ) -> str:
         """Returns a conversation as the text that the model sees.
 
@@ -158,23 +160,29 @@ class PromptEncoder:
             continue_final_message: Whether the text ends with the content of the last message, so
                 that the answer goes on with it; no answer begins then.
             kwargs: Values for variables of the template that requests may set.
+            with_images: Whether messages may have images, for which the template has a place.
 
         Raises:
             InvalidRequest: If the template refuses the messages or the variables, the model has no
-                template, or a message has a part other than text.
+                template, or a message has a part other than text and images.
         """
         if self._template is None:
             raise InvalidRequest(
                 "This model has no chat template; use /v1/completions.", param="messages"
             )
-        parts_allowed = self._template.takes_parts
+        template = self._template
         plain = [
-            plain_message(index, message, parts_allowed=parts_allowed)
+            plain_message(
+                index,
+                message,
+                parts_allowed=template.takes_parts,
+                images_allowed=with_images and template.takes_images,
+            )
             for index, message in enumerate(messages)
         ]
         if continue_final_message:
-            return self._template.render_open(plain, tools=tools, kwargs=kwargs)
-        return self._template.render(
+            return template.render_open(plain, tools=tools, kwargs=kwargs)
+        return template.render(
             plain, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
         )
 
@@ -187,14 +195,21 @@ class PromptEncoder:
         """
         return self.texts.encode(text, add_special_tokens=add_special_tokens)
 
-    def read_text(self, text: str, *, add_special_tokens: bool = True) -> TextReader:
+    def read_text(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        images: Sequence[PlacedImage] = (),
+    ) -> TextReader:
         """Returns a reader that tokenizes a text from the front, as far as it is asked for.
 
         Args:
             text: As for `encode_text`.
             add_special_tokens: As for `encode_text`.
+            images: Those in it, in order.
         """
-        return self.texts.read(text, add_special_tokens=add_special_tokens)
+        return self.texts.read(text, add_special_tokens=add_special_tokens, images=images)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids; broken UTF-8 becomes U+FFFD, unknown ids nothing.

@@ -13,10 +13,14 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content. `text` is there when `type` is "text"."""
+    """One part of a message's content. `text` is there when `type` is "text".
+
+    `image_url` is as the client sent it: who takes images reads it (`images.py`).
+    """
 
     type: str
     text: str | None = None
+    image_url: object = None
 
 
 class ChatMessage(msgspec.Struct, frozen=True):

@@ -17,14 +17,17 @@ import math
 import random
 import threading
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from tokenizers import Tokenizer
 
+from kvway_core.blocks import Image
 from kvway_core.cutting import Cutter
 from kvway_core.errors import ConfigError
+from kvway_core.images import PlacedImage
 from kvway_core.piece_cache import PieceCache
 
 AUTO: Final = "auto"
@@ -115,10 +118,16 @@ class TextTokenizer:
         """
         return self.read(text, add_special_tokens=add_special_tokens).finish().tolist()
 
-    def read(self, text: str, *, add_special_tokens: bool = False) -> TextReader:
-        """Returns a reader of a text that has read nothing yet."""
+    def read(
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        images: Sequence[PlacedImage] = (),
+    ) -> TextReader:
+        """Returns a reader of a text, with images in it, that has read nothing yet."""
         before, after = self._put_around() if add_special_tokens else (_NONE, _NONE)
-        return TextReader(self, text, before=before, after=after)
+        return TextReader(self, text, before=before, after=after, images=images)
 
     def piece(self, text: str) -> tuple[array[int], bool]:
         """Returns the ids of a piece, not to be changed, and whether they were known."""
@@ -206,16 +215,26 @@ class TextReader:
         token_ids: The first ids of the text, exact. Not to be changed.
         done: Whether they are all of them.
         piece_keys: What names each beginning that ends with a piece read, and one piece more.
+        images: Images among the tokens read, in order. One that begins inside a piece, as it has
+            no added token of its own, is where the piece begins.
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, text: str, *, before: array[int], after: array[int]
+        self,
+        tokenizer: TextTokenizer,
+        text: str,
+        *,
+        before: array[int],
+        after: array[int],
+        images: Sequence[PlacedImage] = (),
     ) -> None:
         """Starts at the front; for `TextTokenizer.read`."""
         self._tokenizer = tokenizer
         self._text = text
         self._after = after
-        self._pieces = pieces(text, tokenizer.cutter)
+        self._pieces = pieces(text, tokenizer.cutter, [image.place for image in images])
+        self._images = deque(images)
+        self.images: list[Image] = []
         self._next: str | None = None
         self._num_chars = 0
         self.token_ids = array("I", before)
@@ -254,8 +273,10 @@ class TextReader:
         piece = self._next
         while piece is not None and num_chars > 0:
             ids, known = self._tokenizer.piece(piece)
-            self.token_ids.extend(ids)
             self._num_chars += len(piece)
+            while self._images and self._images[0].place < self._num_chars:
+                self.images.append(Image(len(self.token_ids), self._images.popleft().content))
+            self.token_ids.extend(ids)
             if not known:
                 num_chars -= len(piece)
             piece = self._look()
@@ -270,8 +291,9 @@ class TextReader:
         """Takes the next piece and returns it, or ends."""
         piece = self._next = next(self._pieces, None)
         if piece is not None:
-            keys = self.piece_keys
-            keys.append(hash((keys[-1] if keys else 0, piece)))
+            keys, end = self.piece_keys, self._num_chars + len(piece)
+            images = [image.content for image in self._images if image.place < end]
+            keys.append(hash((keys[-1] if keys else 0, piece, *images)))
         elif not self.done:
             self.done = True
             self.token_ids.extend(self._after)
@@ -281,12 +303,15 @@ class TextReader:
 _NONE: Final = array("I")
 
 
-def pieces(text: str, cutter: Cutter) -> Iterator[str]:
-    """Yields the pieces of a text, lazily."""
-    begin = 0
-    for end in cutter.ends(text):
-        yield text[begin:end]
-        begin = end
+def pieces(text: str, cutter: Cutter, places: Sequence[int] = ()) -> Iterator[str]:
+    """Yields the pieces of a text, lazily; each place that may be cut at begins one."""
+    section = 0
+    for cut in (*cutter.cuts_at(text, places), len(text)):
+        part, begin = text[section:cut], 0
+        for end in cutter.ends(part):
+            yield part[begin:end]
+            begin = end
+        section = cut
 
 
 def _gives(encode: _Encode, text: str, ids: Sequence[int]) -> bool:

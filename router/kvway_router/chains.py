@@ -11,6 +11,8 @@ is no proof of content: a collision gives wrong hashes, which cost a hit and nev
 
 Behind each span the last rest is kept that was seen there, tokens and all. As much of it as a
 prompt has in common with it is not hashed again, wherever they part.
+
+From the first image on nothing is kept: tokens do not name what is in it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import xxhash
 from kvway_core.blocks import (
     HASH_BYTES,
     BlockHash,
+    Image,
     Namespace,
     packed_block_hashes,
     packed_tokens,
@@ -116,7 +119,8 @@ class EventChain:
     """The event hashes of one growing prompt. Not safe for threads.
 
     Invariants:
-        1. `hashes` is `event_hash` of each of `block_hashes` of all tokens given so far.
+        1. `hashes` is `event_hash` of each of `packed_block_hashes` of all tokens and images
+           given so far.
         2. `num_tokens` is how many tokens were given.
     """
 
@@ -134,17 +138,33 @@ class EventChain:
         self._num_spanned = 0
         """Blocks in whole spans."""
         self._named = xxhash.xxh3_128(cache.root)
+        self._has_images = False
+        self._images: list[Image] = []
+        """Those that begin in no full block yet."""
 
-    def extend(self, token_ids: Sequence[int]) -> None:
+    def extend(self, token_ids: Sequence[int], *, images: Sequence[Image] = ()) -> None:
         """Appends tokens, and the hashes of the blocks that they fill.
+
+        Args:
+            token_ids: The tokens.
+            images: Images that begin at one of them, by their place in the whole prompt.
 
         Raises:
             ValueError: A token id does not fit 32 unsigned bits; nothing is appended then.
 
         Complexity: of known spans one fast pass over the bytes; of others a digest per block.
         """
+        if images and not self._has_images:
+            num_plain = images[0].place - self.num_tokens
+            self.extend(token_ids[:num_plain])
+            token_ids, self._has_images = token_ids[num_plain:], True
+            self._data = self._data[len(self._chain) // HASH_BYTES * self._cache.block_bytes :]
         new = packed_tokens(token_ids)
         view = memoryview(self._data + new) if self._data else new
+        if self._has_images:
+            self._hash_with(images, view)
+            self.num_tokens += len(token_ids)
+            return
         self.num_tokens += len(token_ids)
         start, block_bytes, is_new = 0, self._cache.block_bytes, False
         long_bytes, span_bytes = LONG_BLOCKS * block_bytes, SPAN_BLOCKS * block_bytes
@@ -176,6 +196,23 @@ class EventChain:
             whole = len(rest) - len(rest) % block_bytes
             self._cache.put(self._named.digest(), _Rest(bytes(rest[:whole]), self._chain))
         self._data = bytes(rest)
+
+    def _hash_with(self, images: Sequence[Image], tokens: memoryview) -> None:
+        """Hashes the full blocks of what is not hashed yet, with the images in it."""
+        block_size = self._cache.block_size
+        done = len(self.hashes) * block_size
+        self._images += images
+        chain = packed_block_hashes(
+            tokens,
+            parent=BlockHash(self._link),
+            block_size=block_size,
+            images=[Image(image.place - done, image.content) for image in self._images],
+        )
+        if chain:
+            self._append(b"".join(chain))
+        done += len(chain) * block_size
+        self._images = [image for image in self._images if image.place >= done]
+        self._data = bytes(tokens[len(chain) * self._cache.block_bytes :])
 
     def _find(self, num_blocks: int, tokens: memoryview) -> bool:
         """Takes a span from the cache, if it is there."""

@@ -237,7 +237,7 @@ class Reading:
                     param="model",
                 )
             self._prompts = read_prompts(
-                parsed, self._model.encoder, max_model_len=self._max_model_len
+                parsed, self._model.encoder, max_model_len=self._max_model_len, with_images=True
             )
             first = self._prompts[0]
             head = first.head.encode(errors="surrogatepass")
@@ -312,7 +312,10 @@ class Reading:
         """Puts what is known by now into `request`."""
         first = self._prompts[0]
         hashed = self._chain.num_tokens
-        self._chain.extend(first.token_ids[hashed:] if hashed else first.token_ids)
+        self._chain.extend(
+            first.token_ids[hashed:] if hashed else first.token_ids,
+            images=[image for image in first.images if image.place >= hashed],
+        )
         begun = first.done or len(first.token_ids) > 0
         self.request = replace(
             self.request,

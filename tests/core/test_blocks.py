@@ -19,9 +19,12 @@ from kvway_core.blocks import (
     SCHEME,
     BlockHash,
     HashChain,
+    Image,
     Namespace,
     block_hashes,
     event_hash,
+    packed_block_hashes,
+    packed_tokens,
 )
 
 ROOT = Namespace("model").root()
@@ -50,6 +53,46 @@ def test_golden_vectors(golden: Callable[[str, str], None]) -> None:
     ]
     document = {"scheme": SCHEME, "prompts": prompts, "vectors": vectors}
     golden("block_hashes.json", json.dumps(document, indent=1) + "\n")
+
+
+IMAGES = [[Image(0, b"cat")], [Image(17, b"cat"), Image(17, b""), Image(31, b"dog")]]
+
+
+def test_golden_vectors_of_images(golden: Callable[[str, str], None]) -> None:
+    """What is pinned is the bytes behind the tokens of an image's block."""
+    packed = packed_tokens(list(range(50)))
+    chains = [packed_block_hashes(packed, parent=ROOT, images=images) for images in IMAGES]
+    document = [
+        {
+            "images": [[i.place, i.content.hex()] for i in images],
+            "blocks": [h.hex() for h in chain],
+        }
+        for images, chain in zip(IMAGES, chains, strict=True)
+    ]
+    golden("block_hashes_images.json", json.dumps(document, indent=1) + "\n")
+
+
+@given(
+    tokens,
+    st.integers(1, 20),
+    st.lists(st.builds(Image, st.integers(0, 90), st.binary(max_size=20)), max_size=4),
+)
+def test_images_are_hashed_with_the_block_that_they_begin_in(
+    token_ids: list[int], block_size: int, images: list[Image]
+) -> None:
+    images.sort(key=lambda image: image.place)
+    parent: bytes = ROOT
+    expected = []
+    for start in range(0, len(token_ids) // block_size * block_size, block_size):
+        preimage = parent + struct.pack(f"<{block_size}I", *token_ids[start : start + block_size])
+        for place, content in images:
+            if start <= place < start + block_size:
+                preimage += b"I" + struct.pack("<II", place - start, len(content)) + content
+        parent = xxhash.xxh3_128_digest(preimage)
+        expected.append(parent)
+    packed = packed_tokens(token_ids)
+    chain = packed_block_hashes(packed, parent=ROOT, block_size=block_size, images=images)
+    assert chain == expected
 
 
 @given(tokens, st.integers(1, 20))

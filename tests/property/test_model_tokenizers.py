@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from kvway_core.api import parse_chat
 from kvway_core.errors import InvalidRequest
-from kvway_core.prompting import encode_prompts
+from kvway_core.prompting import encode_prompts, read_prompts
 from kvway_core.prompts import PromptEncoder
 from kvway_core.tokenizing import pieces
 from tests.core.tokenizer_kinds import CUT, TEXTS, tokenizer_of
@@ -29,7 +29,10 @@ pytestmark = pytest.mark.property
 KINDS = ("smollm", "llama 3", "qwen 3", "gemma", "llama 2", "metaspace, first")
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}"
-    "{{ '<|s|>' ~ message.role ~ '\n' ~ message.content ~ '<|e|>\n' }}{% endfor %}"
+    "{{ '<|s|>' ~ message.role ~ '\n' }}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}"
+    "{{ '<tool>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}"
+    "{{ '<|e|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|s|>assistant\n' }}{% endif %}"
 )
 
@@ -131,3 +134,42 @@ def test_chats_have_the_ids_of_transformers(
             assert expected is None
         else:
             assert ids == [expected]
+
+
+@settings(suppress_health_check=list(HealthCheck), deadline=None)
+@given(data=st.data())
+def test_chats_with_images_have_the_ids_of_transformers(
+    model: str | Path, data: st.DataObject
+) -> None:
+    """The template writes a placeholder for each; each is where its placeholder is."""
+    twins = twins_of(model)
+    template = twins.ours._template
+    if template is None or not template.takes_images:
+        assert not isinstance(model, str)
+        return
+    text = st.builds(lambda text: {"type": "text", "text": text}, twins.texts)
+    image = st.sampled_from("abc").map(
+        lambda name: {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{name}"}}
+    )
+    messages: list[dict[str, Any]] = []
+    for turn in range(data.draw(st.integers(1, 3))):
+        parts = data.draw(st.lists(text | image, min_size=1, max_size=5))
+        messages.append({"role": "assistant" if turn % 2 else "user", "content": parts})
+    plain = [
+        one
+        | {"content": [p if p["type"] == "text" else {"type": "image"} for p in one["content"]]}
+        for one in messages
+    ]
+    expected = twins.theirs.apply_chat_template(
+        plain, tokenize=True, return_dict=False, add_generation_prompt=True
+    )
+    request = parse_chat(json.dumps({"model": "m", "messages": messages}).encode())
+    (reader,) = read_prompts(request, twins.ours, max_model_len=None, with_images=True)
+    assert list(reader.finish()) == expected
+    urls = [p["image_url"]["url"] for m in messages for p in m["content"] if "image_url" in p]
+    contents: dict[str, bytes] = {}
+    for (place, content), url in zip(reader.images, urls, strict=True):
+        assert contents.setdefault(url, content) == content
+        if isinstance(model, str):
+            assert expected[place] == twins.whole.token_to_id("<tool>")
+    assert len(set(contents.values())) == len(contents)

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvway_core.blocks import Namespace, block_hashes, event_hash, packed_block_hashes
+from kvway_core.blocks import (
+    Image,
+    Namespace,
+    block_hashes,
+    event_hash,
+    packed_block_hashes,
+    packed_tokens,
+)
 from kvway_router.chains import LONG_BLOCKS, MIN_REST_BLOCKS, SPAN_BLOCKS, ChainCache, EventChain
 
 NAMESPACE = Namespace("m", block_size=4)
@@ -110,6 +117,35 @@ def test_a_prompt_that_nobody_has_had_is_hashed_some_spans_at_a_time(
     prompt = tokens(4 * (5 * LONG_BLOCKS + SPAN_BLOCKS + 9))
     assert hashed(ChainCache(NAMESPACE), prompt) == expected(prompt)
     assert (sum(lengths), max(lengths)) == (len(prompt) // 4, LONG_BLOCKS)
+
+
+@pytest.mark.property
+@given(
+    lengths=st.lists(st.integers(0, 900), min_size=1, max_size=5),
+    images=st.lists(
+        st.builds(Image, st.integers(0, 3000), st.sampled_from([b"cat", b"dog"])), max_size=4
+    ),
+)
+@settings(max_examples=60)
+def test_images_are_hashed_however_the_prompt_grows(
+    lengths: list[int], images: list[Image]
+) -> None:
+    """And what is kept of one prompt is never another one's with other images."""
+    images.sort(key=lambda image: image.place)
+    prompt = tokens(sum(lengths))
+    cache = ChainCache(NAMESPACE)
+    for shown in (images, [], [image._replace(content=b"cow") for image in images]):
+        chain, start = EventChain(cache), 0
+        for length in lengths:
+            end = start + length
+            chain.extend(
+                prompt[start:end], images=[each for each in shown if start <= each.place < end]
+            )
+            start = end
+        whole = packed_block_hashes(
+            packed_tokens(prompt), parent=NAMESPACE.root(), block_size=4, images=shown
+        )
+        assert list(chain.hashes) == list(map(event_hash, whole))
 
 
 def test_namespaces_do_not_share_hashes() -> None:
