@@ -115,6 +115,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
         reason: Why, as one word: of the policy, or the code of the error if none was chosen.
         detail: Why, as a sentence with the numbers.
         price_of_work: How much more than its time own work cost, because all replicas queued.
+        mean_work_s: Running mean of own work that this was in relation to; None before the first.
+        busy_share: Share of the replicas that had prefill work of late, which bounds it.
         matched_tokens: Prompt tokens that the chosen replica held, by the router's index.
         reachable_tokens: The same of the candidate that held the most: what routing could reach.
         sticky: Whether the client gave a key to keep requests together.
@@ -153,6 +155,8 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     candidates: tuple[CandidateRecord, ...] = ()
     unusable: tuple[UnusableRecord, ...] = ()
+    mean_work_s: float | None = None
+    busy_share: float = 0.0
     status: int | None = None
     finish: str = "running"
     error: str | None = None

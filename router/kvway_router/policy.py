@@ -182,10 +182,14 @@ class Weighed(Protocol):
     Attributes:
         matched: Leading blocks of the prompt that each holds.
         price: lambda, without unit.
+        mean_work_s: What it is in relation to; None before the first choice.
+        busy_share: What bounds it while a replica idles.
     """
 
     matched: list[int]
     price: float
+    mean_work_s: float | None
+    busy_share: float
 
     def candidates(self) -> tuple[Candidate, ...]:
         """Returns all candidates, the cheapest first."""
@@ -202,12 +206,16 @@ class Decision:
         num_candidates: How many there were.
         reachable_blocks: Leading blocks of the prompt at the candidate that holds the most.
         price_of_work: lambda, without unit.
+        mean_work_s: Running mean of own work, seconds; None before the first choice.
+        busy_share: Share of the replicas that had prefill work of late.
     """
 
     __slots__ = (
         "_candidates",
         "_detail",
+        "busy_share",
         "chosen",
+        "mean_work_s",
         "num_candidates",
         "price_of_work",
         "reachable_blocks",
@@ -237,6 +245,8 @@ class Decision:
         self.num_candidates = len(weighed.matched)
         self.reachable_blocks = max(weighed.matched)
         self.price_of_work = weighed.price
+        self.mean_work_s = weighed.mean_work_s
+        self.busy_share = weighed.busy_share
         self._candidates: Weighed | tuple[Candidate, ...] = weighed
         self._detail: Callable[[Decision], str] | str = detail
 

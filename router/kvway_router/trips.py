@@ -132,6 +132,8 @@ class Trip:
             replica_id=decision.replica_id,
             reason=decision.reason.value,
             price_of_work=decision.price_of_work,
+            mean_work_s=decision.mean_work_s,
+            busy_share=decision.busy_share,
             matched_tokens=chosen.matched_blocks * self._block_size,
             reachable_tokens=decision.reachable_blocks * self._block_size,
             predicted_ttft_s=chosen.ttft_s,

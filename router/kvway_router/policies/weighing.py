@@ -38,6 +38,8 @@ class Weighing:
         loads: The candidates.
         matched: Leading blocks of the prompt that each holds, on any tier.
         price: lambda, the price of work.
+        mean_work_s: As given.
+        busy_share: As given.
         cost: What is compared, seconds.
         own: Own prefill, seconds.
         work: The work alone, seconds.
@@ -67,9 +69,11 @@ class Weighing:
         "_step",
         "_total",
         "_ttft",
+        "busy_share",
         "cost",
         "loads",
         "matched",
+        "mean_work_s",
         "own",
         "price",
         "work",
@@ -118,6 +122,7 @@ class Weighing:
         self._ttft = loads.queued + self._step + own
         if self._reload:
             self._ttft += self._reload
+        self.mean_work_s, self.busy_share = mean_work_s, busy_share
         self.price = price_of_work(
             loads.queued_s, mean_work_s, params=params, busy_share=busy_share
         )
