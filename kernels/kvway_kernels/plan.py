@@ -29,6 +29,8 @@ from kvway_kernels.choice import chosen
 from kvway_kernels.groups import DecodeGroup, decode_group, grouped
 from kvway_kernels.native import Units, Work, units
 from kvway_kernels.rows import (
+    LONG_PAST,
+    LONG_PAST_COMPILED,
     PrivateRows,
     RequestRows,
     RunRows,
@@ -232,7 +234,9 @@ def plan(  # noqa: PLR0913
     check_runs(requests, shared, block_size)
     used = seen_whole(requests, shared, block_size=block_size, window=window)
     splits = name in ("sdpa", "compiled") and window is None and not fixed_shapes
-    runs = [*used, *(long_pasts(requests, used, block_size=block_size) if splits else ())]
+    least = LONG_PAST_COMPILED if name == "compiled" else LONG_PAST
+    pasts = long_pasts(requests, used, block_size=block_size, least=least) if splits else []
+    runs = [*used, *pasts]
     private = private_rows(requests, runs, block_size=block_size, window=window)
     laid = [_run_rows(run, requests, private) for run in runs]
     key = next(_keys)

@@ -16,6 +16,10 @@ LONG_PAST: Final = 2048
 """Keys in front of a chunk from which on they are attended to without a mask: it gains nothing
 with 1,500 keys, a fifth of the whole step with 4,096 (docs/lab-notes.md)."""
 
+LONG_PAST_COMPILED: Final = 512
+"""The same for `compiled`, whose native kernel reads them: at 1,500 keys it takes two thirds of
+the time that torch's operation takes with a mask (docs/lab-notes.md)."""
+
 _CHUNK_ROWS: Final = 16
 """Rows of one request from which on this is done."""
 
@@ -187,13 +191,17 @@ def seen_whole(
 
 
 def long_pasts(
-    requests: Sequence[RequestRows], shared: Sequence[SharedRun], *, block_size: int
+    requests: Sequence[RequestRows],
+    shared: Sequence[SharedRun],
+    *,
+    block_size: int,
+    least: int = LONG_PAST,
 ) -> list[SharedRun]:
     """Return the blocks in front of each chunk of a long prompt, as a run of one member.
 
     All rows of the chunk see all of it, so it needs no mask, and rows of heads that share a key
     head attend together; what needs a mask is the chunk itself. A request with shared runs keeps
-    what else is in front of it among its private keys.
+    what else is in front of it among its private keys. It is done from `least` keys on.
     """
     sharing = {member for run in shared for member in run.members}
     return [
@@ -202,7 +210,7 @@ def long_pasts(
         if request.num_queries >= _CHUNK_ROWS
         and index not in sharing
         and (num_blocks := (request.num_keys - request.num_queries) // block_size) * block_size
-        >= LONG_PAST
+        >= least
     ]
 
 

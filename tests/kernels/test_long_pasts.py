@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvway_kernels import blocks, dense, reference, sdpa
-from kvway_kernels.api import RequestRows, SharedRun, cascade_attention, plan
-from kvway_kernels.rows import LONG_PAST
+from kvway_kernels.api import RequestRows, SharedRun, cascade_attention, chosen, plan
+from kvway_kernels.rows import LONG_PAST, LONG_PAST_COMPILED
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 400
@@ -20,9 +20,21 @@ def table(num_keys: int, rng: random.Random) -> list[int]:
     return rng.sample(range(NUM_BLOCKS), -(-num_keys // BLOCK_SIZE))
 
 
-@pytest.mark.parametrize("past", [LONG_PAST - 1, LONG_PAST, LONG_PAST + 17, 3 * LONG_PAST])
+def around(least: int) -> list[int]:
+    return [least - 1, least, least + 17, 3 * least]
+
+
 @pytest.mark.parametrize("num_rows", [16, 100])
-def test_chunks_of_long_prompts_are_within_the_error_budget(past: int, num_rows: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "least", "past"),
+    [("sdpa", LONG_PAST, past) for past in around(LONG_PAST)]
+    + [("compiled", LONG_PAST_COMPILED, past) for past in around(LONG_PAST_COMPILED)],
+)
+def test_chunks_of_long_prompts_are_within_the_error_budget(
+    name: str, least: int, past: int, num_rows: int
+) -> None:
+    if name == "compiled" and chosen("auto")[0] != name:
+        pytest.skip(chosen("auto")[1])
     rng, generator = random.Random(past), torch.Generator().manual_seed(past)
     requests = [
         RequestRows(1, 40, table(40, rng)),
@@ -31,8 +43,8 @@ def test_chunks_of_long_prompts_are_within_the_error_budget(past: int, num_rows:
     ]
     k_cache, v_cache = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, 2, 64, generator=generator)
     q = torch.randn(sum(r.num_queries for r in requests), 6, 64, generator=generator)
-    step = plan(requests, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, implementation="sdpa")
-    assert bool(step.passes) == (past >= LONG_PAST)
+    step = plan(requests, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, implementation=name)
+    assert bool(step.passes) == (past >= least)
     assert not step.shared, "nobody else reads it"
     out, lse = cascade_attention(q, k_cache, v_cache, step, scale=0.125)
     exact, exact_lse = reference.paged_attention(
