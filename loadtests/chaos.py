@@ -26,14 +26,14 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from loadtests.chaos_clients import Client, Ending, Outcome, plan
-from loadtests.chaos_faults import Chaos, Mark
+from loadtests.chaos_clients import Client, Ending, Outcome, Request, plan
+from loadtests.chaos_faults import EVERY_S, Chaos, Kind, Mark
 from loadtests.chaos_fleet import Fleet
 from loadtests.chaos_ledger import broken, disagreements, figures, read_books
 from loadtests.chaos_plot import svg
@@ -55,15 +55,32 @@ class Run(NamedTuple):
     no_namespace: str
 
 
-async def chaos(args: argparse.Namespace, folder: Path) -> Run:
-    """Runs the fleet, the clients and the faults, and reads the books."""
-    requests = plan(args.seed, args.requests, args.rate)
+async def chaos(
+    requests: Sequence[Request],
+    *,
+    seed: int,
+    folder: Path,
+    kinds: Sequence[Kind] = tuple(Kind),
+    every_s: float = EVERY_S,
+    watch: Callable[[Fleet], Coroutine[Any, Any, None]] | None = None,
+) -> Run:
+    """Runs the fleet, the clients and the faults, and reads the books.
+
+    Args:
+        requests: What the clients do.
+        seed: Draws the faults.
+        folder: Where the processes log to.
+        kinds: What is done to workers.
+        every_s: How often.
+        watch: Runs beside it, and is cancelled once all requests have ended.
+    """
     async with Fleet(folder) as fleet:
         client = Client(fleet.url)
-        faults = Chaos(fleet, seed=args.seed, now_s=client.now_s)
+        faults = Chaos(fleet, seed=seed, now_s=client.now_s, kinds=kinds, every_s=every_s)
         end = asyncio.Event()
         outcomes: list[Outcome] = []
         async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch(fleet)) if watch else None
             _ = group.create_task(faults.run(end))
             asking = [group.create_task(client.send(request)) for request in requests]
             with tqdm(total=len(requests), unit="request", file=sys.stderr, mininterval=1) as bar:
@@ -71,6 +88,8 @@ async def chaos(args: argparse.Namespace, folder: Path) -> Run:
                     outcomes.append(await asked)
                     bar.update()
                     bar.set_postfix_str(f"{len(faults.marks)} faults", refresh=False)
+            if watching is not None:
+                watching.cancel()
             end.set()
         await fleet.whole(limit_s=_MEND_LIMIT_S)
         leaked = await fleet.settled(num_looks=_SETTLE_LOOKS)
@@ -97,7 +116,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="kvway-chaos-") as made:
         folder = args.logs or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
-        run = asyncio.run(ending_on_sigterm(chaos(args, folder)))
+        requests = plan(args.seed, args.requests, args.rate)
+        run = asyncio.run(ending_on_sigterm(chaos(requests, seed=args.seed, folder=folder)))
     show(run)
     if args.plot is not None:
         args.plot.write_text(svg(run.outcomes, run.marks))

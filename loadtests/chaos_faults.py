@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -77,26 +77,38 @@ class Chaos:
         fleet: Whose workers.
         seed: Draws what happens; how it meets the requests is the machine's affair.
         now_s: Tells the time since the start of the run.
+        kinds: What is done.
+        every_s: How often.
 
     Attributes:
         marks: What was done, in the order in which it ended.
     """
 
-    def __init__(self, fleet: Fleet, *, seed: int, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        seed: int,
+        now_s: Callable[[], float],
+        kinds: Sequence[Kind] = tuple(Kind),
+        every_s: float = EVERY_S,
+    ) -> None:
         """Takes whom to hurt; nothing happens yet."""
         self.marks: list[Mark] = []
         self._fleet = fleet
         self._rng = random.Random(seed)
         self._now_s = now_s
+        self._kinds = kinds
+        self._every_s = every_s
         self._busy: dict[str, Kind] = {}
 
     async def run(self, end: asyncio.Event) -> None:
-        """Begins one thing each second; returns when `end` is set and all is mended."""
+        """Begins one thing after the other; returns when `end` is set and all is mended."""
         async with asyncio.TaskGroup() as group:
             while not end.is_set():
                 self._begin(group)
                 try:
-                    await asyncio.wait_for(end.wait(), EVERY_S)
+                    await asyncio.wait_for(end.wait(), self._every_s)
                 except TimeoutError:
                     continue
 
@@ -106,7 +118,7 @@ class Chaos:
             return
         num_hurt = sum(kind is not Kind.FEED for kind in self._busy.values())
         may_hurt = num_hurt < len(self._fleet.workers) - MIN_WELL
-        kinds = list(Kind) if may_hurt else [Kind.FEED]
+        kinds = self._kinds if may_hurt else [Kind.FEED]
         worker, kind = self._rng.choice(idle), self._rng.choice(kinds)
         self._busy[worker.name] = kind
         _ = group.create_task(self._do(worker, kind))
