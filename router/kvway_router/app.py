@@ -196,6 +196,8 @@ class Router:
                 rests=self._rests,
                 texts=encoder.texts,
                 running=self.dispatcher.running,
+                admission=self.admission,
+                rotation=self.replicas.rotation,
             )
         )
         metrics.registry.register(FeedCollector(self.replicas))

@@ -33,7 +33,7 @@ from kvway_router.cut import Cut, Watch
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Ledger
-from kvway_router.passing import Passing, opening
+from kvway_router.passing import Passing, WholeEvents, opening
 from kvway_router.policy import Candidate
 from kvway_router.proxy import ReplicaAnswer, ReplicaClient, request_headers
 from kvway_router.reading import Reading, ReadRequest
@@ -222,7 +222,7 @@ class Attempts:
         watch.rest()
         await downstream.start(answer.status, _answer_headers(answer.headers, trip))
         silent_s = self._ledger.now() + self._limits.token_s
-        is_first, chunk = True, held
+        is_first, chunk, events = True, held, WholeEvents()
         while chunk or (chunk := await answer.read_chunk()):
             if passing.push(chunk):
                 charge.token()
@@ -232,7 +232,10 @@ class Attempts:
                 silent_s = self._ledger.now() + self._limits.token_s
             watch.rest()  # how long a client may take is for its side to say
             sent_s = self._ledger.now()
-            await downstream.write(chunk)
+            if answer.is_event_stream:
+                chunk = events.push(chunk)
+            if chunk:
+                await downstream.write(chunk)
             now = self._ledger.now()
             if now - sent_s > SLOW_CLIENT_S:
                 charge.pause()
@@ -243,6 +246,8 @@ class Attempts:
         failure = passing.failure()
         if failure is not None:
             raise failure
+        if events.rest():
+            await downstream.write(events.rest())
         await downstream.end()
         trip.done(cached_tokens=passing.cached_tokens())
 

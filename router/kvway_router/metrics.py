@@ -17,11 +17,14 @@ from typing_extensions import override
 
 from kvway_core.metrics import TTFT_BUCKETS_S, render
 from kvway_core.tokenizing import TextTokenizer
-from kvway_router.fleet import Fleet
+from kvway_router.admission import Admission
+from kvway_router.fleet import Fleet, FleetView
 from kvway_router.policies.reasons import Reason
 from kvway_router.reading import ReaderPool
 from kvway_router.replica import ReplicaState
 from kvway_router.rests import RestReader
+from kvway_router.retry import Refusal
+from kvway_router.rotation import Rotation
 from kvway_router.running import RunningRequests
 from kvway_router.trips import Trip
 
@@ -90,6 +93,9 @@ class RouterMetrics:
             "failed_attempts", "Attempts at a replica that failed, by error code.", "error"
         )
         self._retries = counter("retries", "Attempts after the first one of a request.")
+        self._refused = counter(
+            "retries_refused", "Requests that failed and were not tried again, by why.", "why"
+        )
         self._disconnects = counter(
             "client_disconnects", "Clients that left before their answer was complete.", "phase"
         )
@@ -114,6 +120,13 @@ class RouterMetrics:
             "hold more, or to where their time was up.",
             "read",
         )
+        self._queued_s = histogram(
+            "queue_wait_seconds",
+            "Time that a request waited for a replica with room.",
+            READ_BUCKETS_S,
+        )
+        for refusal in Refusal:
+            self._refused.labels(refusal.value)
         for how in ("whole", "front", "overdue"):
             self._prompts.labels(how)
         for reason in reasons:
@@ -126,6 +139,10 @@ class RouterMetrics:
         self._requests.labels(trip.route.value, str(trip.status)).inc()
         if trip.read_s is not None:
             self._read_s.observe(trip.read_s)
+        if trip.queued_s is not None:
+            self._queued_s.observe(trip.queued_s)
+        if trip.refusal is not None:
+            self._refused.labels(trip.refusal.value).inc()
         if trip.prompt_read is not None:
             self._prompts.labels(trip.prompt_read).inc()
         if trip.finish == "client_gone":
@@ -159,6 +176,8 @@ class FleetCollector(Collector):
         rests: RestReader,
         texts: TextTokenizer,
         running: RunningRequests,
+        admission: Admission,
+        rotation: Rotation,
     ) -> None:
         """Takes what is read."""
         self._fleet = fleet
@@ -166,6 +185,8 @@ class FleetCollector(Collector):
         self._rests = rests
         self._texts = texts
         self._running = running
+        self._admission = admission
+        self._rotation = rotation
 
     @override
     def collect(self) -> Iterator[Metric]:
@@ -206,7 +227,33 @@ class FleetCollector(Collector):
             "Prompts waiting for a thread to read them.",
             value=self._readers.num_waiting,
         )
+        yield from self._traffic_control(view)
         yield from self._tokenizing()
+
+    def _traffic_control(self, view: FleetView) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "kvway_router_queued_requests",
+            "Requests waiting for a replica with room.",
+            value=self._admission.num_waiting,
+        )
+        shed = CounterMetricFamily(
+            "kvway_router_shed_requests",
+            "Requests refused because they would have waited, by why.",
+            labels=["why"],
+        )
+        for why, number in self._admission.num_shed.items():
+            shed.add_metric([why], number)
+        yield shed
+        yield GaugeMetricFamily(
+            "kvway_router_ejected_replicas",
+            "Replicas that a breaker holds something against.",
+            value=sum(self._rotation.is_ejected(replica.replica_id) for replica in view.replicas),
+        )
+        yield CounterMetricFamily(
+            "kvway_router_ejections",
+            "Times that a breaker took a replica out.",
+            value=self._rotation.num_ejections,
+        )
 
     def _tokenizing(self) -> Iterator[Metric]:
         texts = self._texts

@@ -20,6 +20,8 @@ _TAIL_BYTES: Final = 8 * 1024
 _BODY_BYTES: Final = 1024 * 1024
 _MAX_DIGITS: Final = 18
 _DONE: Final = b"[DONE]"
+_ENDS: Final = (b"\n\n", b"\r\n\r\n")
+"""What ends an event."""
 
 
 class _UsageDetails(msgspec.Struct):
@@ -121,7 +123,7 @@ class Passing:
             if error is not None:
                 return error
         if last != _DONE:
-            return StreamBroken("The replica's stream ended without [DONE].")
+            return StreamBroken("The replica's stream stopped before its end.")
         return None
 
     def _reported(self) -> int | None:
@@ -134,6 +136,36 @@ class Passing:
             if cached is not None:
                 return cached
         return None
+
+
+class WholeEvents:
+    """Lets an event stream pass in whole events only.
+
+    A replica that dies leaves half an event; behind it the client could not read why. An event
+    that is longer than `MAX_BYTES` passes in parts.
+    """
+
+    MAX_BYTES: Final = 64 * 1024
+
+    def __init__(self) -> None:
+        """Nothing is held back."""
+        self._half = b""
+
+    def push(self, chunk: bytes) -> bytes:
+        """Takes the next bytes of the stream; returns those that may pass, maybe none."""
+        if not self._half and chunk.endswith(b"\n\n"):
+            return chunk
+        data = self._half + chunk
+        ends = [at + len(mark) for mark in _ENDS if (at := data.rfind(mark)) >= 0]
+        end = max(ends, default=0)
+        if len(data) - end > self.MAX_BYTES:
+            end = len(data)
+        self._half = data[end:]
+        return data[:end]
+
+    def rest(self) -> bytes:
+        """Returns what is held back: the stream is over, and was whole."""
+        return self._half
 
 
 @dataclass(frozen=True, slots=True)

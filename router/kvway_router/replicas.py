@@ -43,6 +43,8 @@ from kvway_router.telemetry import Telemetry
 INDEX_SLACK: Final = 1.5
 """Blocks listed for a replica, in units of what it can hold: too few is ruinous, more is not."""
 
+SUSPECT_SHARE: Final = 0.5
+"""Of the time for a look: one that takes longer makes its replica the last to be chosen."""
 CONFIRM_S: Final = 0.5
 """How long a request whose connection broke waits to hear whether its replica is there."""
 
@@ -54,7 +56,9 @@ class _Member:
 
     __slots__ = (
         "asked_engine_s",
+        "asked_s",
         "engine",
+        "has_missed",
         "look_now",
         "num_begun",
         "num_ended",
@@ -66,6 +70,8 @@ class _Member:
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.look_now = asyncio.Event()
+        self.asked_s: float | None = None
+        self.has_missed = False
         self.num_begun = 0
         self.num_ended = 0
         self.waiting: set[Place] = set()
@@ -180,12 +186,22 @@ class ReplicaSet:
         report = self._members[replica_id].replica.report
         return report.max_num_seqs if report and report.max_num_seqs else self._options.slots
 
+    def num_in_flight(self, replica_id: str) -> int:
+        """Returns how many requests a replica has from here."""
+        return self._ledger.num_in_flight(replica_id)
+
+    def num_awaited(self, replica_id: str) -> int:
+        """Returns how many of them have no answer yet."""
+        member = self._members.get(replica_id)
+        return len(member.waiting) if member is not None else 0
+
     def room(self) -> dict[str, int]:
         """Returns the usable replicas that have room for more requests, and for how many."""
+        usable = [replica.id for replica in self.usable()]
         return self.rotation.room(
-            [replica.id for replica in self.usable()],
+            [name for name in usable if not self._is_suspect(name)] or usable,
             slots=self.slots,
-            in_flight=self._ledger.num_in_flight,
+            in_flight=self.num_in_flight,
         )
 
     def loads(self, *, exclude: Collection[str] = ()) -> Loads:
@@ -197,6 +213,14 @@ class ReplicaSet:
         if not names:
             names = [replica.id for replica in self.usable(exclude=exclude)]
         return self._ledger.loads((name, self._index.num_blocks(name)) for name in names)
+
+    def _is_suspect(self, replica_id: str) -> bool:
+        """Tells whether a replica owes the answer to a look: it may be frozen already."""
+        member = self._members[replica_id]
+        if member.asked_s is None:
+            return member.has_missed
+        waited_s = self._clock.monotonic() - member.asked_s
+        return member.has_missed or waited_s > SUSPECT_SHARE * self._options.timeout_s
 
     def is_fed(self, replica_id: str) -> bool:
         """Tells whether KV events keep the index true to a replica now."""
@@ -349,8 +373,9 @@ class ReplicaSet:
             while True:
                 member.look_now.clear()
                 member.num_begun += 1
-                asked_s = self._clock.monotonic()
+                asked_s = member.asked_s = self._clock.monotonic()
                 answer = await prober.probe(member.replica.url)
+                member.asked_s, member.has_missed = None, isinstance(answer, Bad)
                 if isinstance(answer, Bad):
                     self._note_bad(member, answer.error, hard=answer.refused)
                     self._note_silence(member)

@@ -3,7 +3,7 @@
     failed how                                   tried elsewhere      costs budget
     no connection                                at every other one   no: nothing was sent
     broke off or froze, and is gone              once per request     no: it does so only once
-    broke off, and is still there                once per request     yes
+    broke off, and is still there                yes                  yes
     429, 502, 503, or not HTTP                   yes                  yes
     500, 504, an error before any content        once per request     yes
     silent for too long                          never                it may still be at work
@@ -110,7 +110,6 @@ class Retries:
         self._budget = budget
         self._max_attempts = max_attempts
         self._num_sent = 0
-        self._num_lost = 0
         self._num_errors = 0
         self._unsent_s: float | None = None
 
@@ -131,15 +130,13 @@ class Retries:
                 self._unsent_s = now_s
             is_free = now_s - self._unsent_s < UNSENT_S
         else:
-            is_lost = isinstance(error, StreamBroken | ReplicaLost)
-            is_free = is_lost and is_gone
+            is_free = is_gone and isinstance(error, StreamBroken | ReplicaLost)
             self._num_sent += 1
-            self._num_lost += is_lost
             self._num_errors += isinstance(error, ReplicaFailed)
             self.num_crashed += is_free
             if isinstance(error, FirstTokenTimeout):
                 return Refusal.NEVER
-            if self._num_lost > 1 or self._num_errors > 1:
+            if self.num_crashed > 1 or self._num_errors > 1:
                 return Refusal.AGAIN
             if self._num_sent >= self._max_attempts:
                 return Refusal.ATTEMPTS

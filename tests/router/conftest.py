@@ -79,6 +79,15 @@ def chat_body(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": text}]} | fields
 
 
+async def nothing_in_flight(router: Router) -> None:
+    """Checks, once all clients have left, that no request has left anything behind."""
+    await router.dispatcher.running.wait_idle()
+    assert router.admission.num_waiting == 0
+    for replica in router.replicas.all():
+        assert router.replicas.num_in_flight(replica.id) == 0
+        assert router.replicas.num_awaited(replica.id) == 0
+
+
 StartBench = Callable[..., Awaitable[Bench]]
 
 
@@ -108,6 +117,7 @@ async def start_bench(encoder: PromptEncoder) -> AsyncIterator[StartBench]:
                 )
             )
             await router.replicas.wait_for(lambda: len(router.replicas.usable()) == num_replicas)
+            stack.push_async_callback(nothing_in_flight, router)
             client = await stack.enter_async_context(aiohttp.ClientSession())
             return Bench(router, replicas, client)
 
