@@ -62,3 +62,16 @@ async def test_siblings_with_little_of_their_own_are_computed_once(
     assert len(done) == 8
     assert sum(at > SHARED for at in done) == 8, "all of them wait for it"
     assert max(done) < SHARED + 8 * 64
+
+
+async def test_a_record_tells_what_the_price_of_work_comes_from(
+    start_routers: StartRouters,
+) -> None:
+    (bench,) = await start_routers(2)
+    _, headers, _ = await bench.chat(words("first", 400))
+    assert (await bench.decision(headers))["mean_work_s"] is None
+    _, headers, _ = await bench.chat(words("second", 400))
+    record = await bench.decision(headers)
+    assert record["mean_work_s"] == pytest.approx(0.4, rel=0.2)
+    assert 0.0 <= record["busy_share"] <= 1.0
+    assert record["price_of_work"] >= 0.0
