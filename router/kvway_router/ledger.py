@@ -28,6 +28,8 @@ from kvway_router.telemetry import Telemetry
 
 _BUSY_S: Final = 20.0
 """Over how long it is averaged how many replicas are busy."""
+_NOTE_BUSY_S: Final = 0.1
+"""How often that is noted at most."""
 
 
 class Ledger:
@@ -153,11 +155,10 @@ class Ledger:
 
         Requests that come at random see, on average, what there is over time.
         """
-        queued_s = self._loads.queued_s
-        if now > self._busy_noted_s and queued_s:
-            weight = 1.0 - math.exp((self._busy_noted_s - now) / _BUSY_S)
+        since_s, queued_s = now - self._busy_noted_s, self._loads.queued_s
+        if since_s >= _NOTE_BUSY_S and queued_s:
             busy = sum(map(bool, queued_s)) / len(queued_s)
-            self.busy_share += weight * (busy - self.busy_share)
+            self.busy_share += (1.0 - math.exp(-since_s / _BUSY_S)) * (busy - self.busy_share)
             self._busy_noted_s = now
 
     def failed(self, replica_id: str) -> None:
