@@ -119,7 +119,9 @@ class Chaos:
         num_hurt = sum(kind is not Kind.FEED for kind in self._busy.values())
         may_hurt = num_hurt < len(self._fleet.workers) - MIN_WELL
         kinds = self._kinds if may_hurt else [Kind.FEED]
-        worker, kind = self._rng.choice(idle), self._rng.choice(kinds)
+        worker = self._rng.choice(idle)
+        # Connections break in many more ways than the others.
+        (kind,) = self._rng.choices(kinds, [2 if k is Kind.CONNECTIONS else 1 for k in kinds])
         self._busy[worker.name] = kind
         _ = group.create_task(self._do(worker, kind))
 
