@@ -136,7 +136,7 @@ def test_every_number_of_rows(num_rows: int, kind: str) -> None:
 @each_kind
 def test_two_threads_give_what_one_gives(kind: str) -> None:
     dtype, kv_dtype = KINDS[kind]
-    alone = Shape((), ((1, 2_000), (20, 30)))
+    alone = Shape((), ((1, 2_001), (20, 30)))
     for shape in (LONG, alone, Shape((((*range(40),), 0, 9),), ((1, 150),) * 40), LONGER):
         case = Tree.of(shape, dtype=dtype, kv_dtype=kv_dtype)
         torch.set_num_threads(1)
@@ -150,7 +150,7 @@ def test_two_threads_give_what_one_gives(kind: str) -> None:
 @pytest.mark.usefixtures("two_threads")
 def test_threads_share_a_long_run_and_a_lone_request_but_no_small_one() -> None:
     parts = {}
-    for name, shape in (("long run", LONGER), ("lone", Shape((), ((1, 2_000),))), ("small", LONG)):
+    for name, shape in (("long run", LONGER), ("lone", Shape((), ((1, 2_001),))), ("small", LONG)):
         step = Tree.of(shape).planned("compiled").units
         parts[name] = step.num_parts
         num_rows = sum(rows for rows, _ in shape.lengths)
@@ -160,6 +160,8 @@ def test_threads_share_a_long_run_and_a_lone_request_but_no_small_one() -> None:
             covered[part, step.rows[first : first + num]] += 1
             num_pairs += num * (end - key)
         assert int(covered.max()) == 1, "no row is in two units of a part"
+        sizes = [(end - key) * (1 + num) for _, num, _, key, end, _ in step.table.tolist()]
+        assert sizes == sorted(sizes, reverse=True), "the large come first"
         chunk_keys = 16 * 40  # of a chunk only what it shares is here
         assert num_pairs == sum(
             keys if rows == 1 else rows * chunk_keys for rows, keys in shape.lengths

@@ -169,3 +169,23 @@ def test_storing_writes_its_slots_and_no_others(dtype: torch.dtype) -> None:
     assert torch.equal(after[slots], dequantise(quantise(rows, dtype)))
     others = [slot for slot in range(24) if slot not in slots]
     assert torch.equal(after[others], before[others])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_zeros_have_codes_of_zero_bits(dtype: torch.dtype) -> None:
+    data, scale = quantise(torch.zeros(3, 8), dtype)
+    assert not data.view(torch.int8).any()
+    assert not scale.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_a_scale_that_is_rounded_far_down_makes_no_code_beyond_the_largest(
+    dtype: torch.dtype,
+) -> None:
+    """Scales below the normal numbers of bfloat16 are coarse: 1.4 of the least one becomes one."""
+    least = torch.finfo(torch.bfloat16).smallest_normal / 128
+    largest = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}[dtype]
+    for sign in (1, -1):
+        data, scale = quantise(torch.full((1, 8), sign * 1.4 * least * largest), dtype)
+        assert float(scale) == least
+        assert bool((data.float() == sign * largest).all())

@@ -195,6 +195,18 @@ def test_long_requests_and_runs_are_attended_to_in_pieces(
     assert 24 <= largest <= 48  # the blocks that 24 keys can lie in
 
 
+def test_only_what_is_read_in_place_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_PIECE_KEYS", 24)
+    quantised = BlockLayout(BLOCK_SIZE, 2, 64, torch.int8).allocate(5)
+    plain = torch.zeros(quantised.shape)
+    in_pieces = [slice(0, 24), slice(24, 48), slice(48, 70)]
+    scattered = torch.tensor([4, 0, 3, 1, 2])
+    assert blocks.pieces(plain, slice(0, 5), 70) == [slice(0, 70)]
+    assert blocks.pieces(plain, scattered, 70) == in_pieces
+    assert blocks.pieces(quantised, slice(0, 5), 70) == in_pieces
+    assert blocks.pieces(quantised, scattered, 70) == in_pieces
+
+
 @each_dtype
 def test_writing_stores_the_rows_of_a_step_and_attention_reads_what_was_stored(
     dtype: torch.dtype,
