@@ -260,8 +260,15 @@ def test_scores_that_are_not_finite_fail_the_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes", "problem"),
     [
-        ("mistral", {"sliding_window": 64}, "sliding_window"),
-        ("gemma2", {}, "sliding_attention"),
+        ("mistral", {"sliding_window": 64}, "a sliding window of 64 tokens is not supported"),
+        ("phi3", {"sliding_window": 64}, "a sliding window of 64 tokens is not supported"),
+        ("starcoder2", {"sliding_window": 64}, "a sliding window of 64 tokens is not supported"),
+        ("gemma2", {}, "layers of type sliding_attention are not supported"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1},
+            "layers of type sliding_attention are not supported",
+        ),
         ("gemma2", {"layer_types": ["full_attention"] * 3}, "softcap"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("mamba", {}, "mamba"),

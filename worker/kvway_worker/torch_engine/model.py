@@ -270,6 +270,10 @@ def _unsupported(config: Any) -> list[str]:
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - {"full_attention"})
     if kinds:
         problems.append(f"layers of type {', '.join(kinds)} are not supported")
+    window = getattr(text, "sliding_window", None)
+    is_used = getattr(text, "use_sliding_window", not getattr(text, "layer_types", None))
+    if window and is_used and not kinds:
+        problems.append(f"a sliding window of {window} tokens is not supported")
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") in _VARYING_ROPE:
         problems.append(f"rotary embeddings of type {rope['rope_type']} are not supported")
