@@ -37,6 +37,9 @@ async def all_usable(router: Router, num_replicas: int) -> None:
     await router.replicas.wait_for(lambda: len(router.replicas.usable()) == num_replicas)
 
 
+PATIENT = {"probe_timeout_s": 30.0}
+"""Nobody is suspect for answering late on a busy machine."""
+
 StartRouters = Callable[..., Awaitable[list[Bench]]]
 
 
@@ -70,7 +73,7 @@ async def start_routers(byte_model: Path) -> AsyncIterator[StartRouters]:
                 settings = RouterSettings(
                     model=MODEL,
                     replica=tuple(replica.url for replica in replicas),
-                    **{"port": 0, "admin_port": 0, "probe_interval_s": 0.5, **options},
+                    **{"port": 0, "admin_port": 0, "probe_interval_s": 0.5, **PATIENT, **options},
                 )
                 router = Router(
                     settings, name=MODEL, encoder=encoder, supervisor=supervisor,

@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from typing_extensions import override
+
+from kvway_core.clock import SystemClock
 from kvway_core.testing.fake_replica import Answer, FakeReplica, Received
 from tests.router.conftest import Bench
 
@@ -13,6 +16,14 @@ BLOCK = 16
 HELD = Answer(cached_tokens=None, hold_head=True)
 """An answer that shows nothing, not even its head, until the test lets go."""
 PLAIN = Answer(cached_tokens=None)
+
+
+class Frozen(SystemClock):
+    """A clock that stands still: what was said stays fresh, and a burst takes no time."""
+
+    @override
+    def monotonic(self) -> float:
+        return 1000.0
 
 
 def words(topic: str, length: int) -> str:

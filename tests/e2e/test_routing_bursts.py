@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.routing import BLOCK, HELD, chat, first_tokens, num_requests, until, words
+from tests.e2e.routing import BLOCK, HELD, Frozen, chat, first_tokens, num_requests, until, words
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import StartRouters
@@ -25,7 +25,7 @@ async def burst(
     start_routers: StartRouters, num_siblings: int, num_replicas: int, *, policy: str, own: int
 ) -> list[int]:
     """Sends siblings at once to an idle fleet; returns when each has its first token."""
-    (bench,) = await start_routers(num_replicas, policy=policy)
+    (bench,) = await start_routers(num_replicas, policy=policy, clock=Frozen())
     for replica in bench.replicas:
         replica.answer = HELD
     shared = words("shared", SHARED)

@@ -14,7 +14,17 @@ from typing_extensions import override
 
 from kvway_core.clock import SystemClock
 from kvway_core.testing.fake_replica import Answer
-from tests.e2e.routing import BLOCK, HELD, chat, hold_all, num_requests, until, words, work
+from tests.e2e.routing import (
+    BLOCK,
+    HELD,
+    Frozen,
+    chat,
+    hold_all,
+    num_requests,
+    until,
+    words,
+    work,
+)
 from tests.e2e.test_routing_states import holder_of, reports
 
 if TYPE_CHECKING:
@@ -41,14 +51,6 @@ class Ahead(SystemClock):
     @override
     def monotonic(self) -> float:
         return super().monotonic() + self.ahead_s
-
-
-class Frozen(SystemClock):
-    """A clock that stands still: what was said stays fresh."""
-
-    @override
-    def monotonic(self) -> float:
-        return 1000.0
 
 
 def counts(replicas: Sequence[FakeReplica]) -> list[int]:
@@ -145,7 +147,7 @@ async def test_a_slow_engine_shows_in_its_streams_and_gets_less(
 ) -> None:
     """It reports nothing: how long its first tokens took is all there is."""
     clock = Ahead()
-    (bench,) = await start_routers(2, metrics=b"", clock=clock)
+    (bench,) = await start_routers(2, metrics=b"", clock=clock, probe_interval_s=600.0)
     slow, fast = bench.replicas
     for replica in bench.replicas:
         replica.answer = HELD

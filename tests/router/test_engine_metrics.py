@@ -156,6 +156,16 @@ def test_a_page_of_endless_ranks_and_lines_is_read_in_bounded_memory() -> None:
     assert reader.report().num_running == 1024
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("unit", [b"x", b'a"', b'"', b"\\", b"{", b'"\\', b'x="', b"a=,"])
+def test_a_line_takes_time_in_proportion_to_its_length(unit: bytes) -> None:
+    """Were it the square of it, as when each letter may begin a name, this would take minutes."""
+    labels = (unit * MAX_LINE_BYTES)[: MAX_LINE_BYTES - 100]
+    for end in (b"", b"} 5"):
+        line = b"vllm:num_requests_running{" + labels + end + b"\n"
+        read(*[line] * 10)
+
+
 def test_numbers_beyond_reason_are_bounded() -> None:
     report = read(
         b"vllm:num_requests_waiting 1e300\nvllm:kv_cache_usage_perc 97\n"
