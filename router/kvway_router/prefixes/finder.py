@@ -43,6 +43,8 @@ FORGET_S: Final = 3600.0
 _MIN_VOTES: Final = 3
 _CUT_MARGIN_BYTES: Final = 64
 _BEFORE_BYTES: Final = 24
+_HEAD_SIZES: Final = tuple(round(8 * 1.25**n) for n in range(28))
+"""Bytes of beginnings that are remembered, up to about 3,000."""
 
 CountTokens = Callable[[str], int]
 
@@ -81,7 +83,7 @@ class PrefixFinder:
         self._count_tokens = count_tokens
         self._prompts: OrderedDict[int, SeenPrompt] = OrderedDict()
         self._num_bytes = 0
-        self._next = 0
+        self._next = 1
         self._owners: dict[int, int] = {}
         self._old_owners: dict[int, int] = {}
         self._suspects: OrderedDict[tuple[object, ...], Suspect] = OrderedDict()
@@ -104,9 +106,11 @@ class PrefixFinder:
         if prompt.num_tokens - prompt.hit_tokens < MIN_LOST_TOKENS:
             self._note_reuse(prompt, weight)
             return Look()
-        earlier = self._sibling(prompt)
-        found = losses(earlier, prompt) if earlier is not None else []
-        if not found:
+        found: list[Loss] = []
+        for earlier in self._siblings(prompt):
+            if found := losses(earlier, prompt):
+                break
+        else:
             self._note_reuse(prompt, weight)
         self._remember(prompt)
         proved = [
@@ -126,18 +130,24 @@ class PrefixFinder:
 
     # -- prompts --------------------------------------------------------------------------------
 
-    def _sibling(self, prompt: SeenPrompt) -> SeenPrompt | None:
-        """Returns the remembered prompt that has most of what this one did not find cached."""
+    def _siblings(self, prompt: SeenPrompt) -> list[SeenPrompt]:
+        """Returns remembered prompts that have much of what this one did not find cached.
+
+        First those that have most of it; where several have the same, the last one. Then the one
+        that begins most like this prompt: of applications that share much it is of the same.
+        """
         keys, places = prompt.anchors
-        uncached = keys[places >= prompt.hit_bytes].tolist()
-        votes = Counter(self._owners.get(key, self._old_owners.get(key, -1)) for key in uncached)
-        for owner, num_votes in votes.most_common(3):
-            earlier = self._prompts.get(owner)
-            if num_votes < _MIN_VOTES:
-                return None
-            if earlier is not None and earlier.namespace == prompt.namespace:
-                return earlier
-        return None
+        votes = Counter(map(self._owner, keys[places >= prompt.hit_bytes].tolist()))
+        voted = [owner for owner, num in votes.most_common(2) if owner and num >= _MIN_VOTES]
+        if not voted:
+            return []
+        begins = next(filter(None, map(self._owner, reversed(_heads(prompt)))), 0)
+        siblings = [self._prompts.get(owner) for owner in dict.fromkeys((*voted, begins))]
+        return [s for s in siblings if s is not None and s.namespace == prompt.namespace]
+
+    def _owner(self, key: int) -> int:
+        """Returns the last prompt that had an anchor or a beginning; 0 for none."""
+        return self._owners.get(key) or self._old_owners.get(key, 0)
 
     def _remember(self, prompt: SeenPrompt) -> None:
         self._prompts[self._next] = prompt
@@ -145,6 +155,7 @@ class PrefixFinder:
         if len(self._owners) > MAX_ANCHORS:
             self._old_owners, self._owners = self._owners, {}
         self._owners.update(dict.fromkeys(prompt.anchors[0].tolist(), self._next))
+        self._owners.update(dict.fromkeys(_heads(prompt), self._next))
         self._next += 1
         while len(self._prompts) > MAX_PROMPTS or self._num_bytes > MAX_PROMPT_BYTES:
             _, gone = self._prompts.popitem(last=False)
@@ -205,6 +216,11 @@ class PrefixFinder:
             token=self._count_tokens(before),
             shape=shape(varying) if loss.kind in _VALUE_KINDS else "",
         )
+
+
+def _heads(prompt: SeenPrompt) -> list[int]:
+    """Returns names of a prompt's beginnings, the shortest first."""
+    return [hash(prompt.data[:size]) for size in _HEAD_SIZES if size <= len(prompt.data)]
 
 
 def _is_proved(suspect: Suspect) -> bool:
