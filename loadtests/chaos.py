@@ -121,7 +121,8 @@ def main(argv: Sequence[str]) -> int:
     show(run)
     if args.plot is not None:
         args.plot.write_text(svg(run.outcomes, run.marks))
-    command = f"make chaos ARGS={shlex.quote(shlex.join(argv))}"
+    drawn = f"--requests {args.requests} --rate {args.rate:g} --seed {args.seed}"
+    command = f"make chaos ARGS={shlex.quote(drawn)}"
     metrics = {"seed": args.seed, "namespace": run.no_namespace or "yes"} | run.metrics
     result = Report("chaos", commit(), machine(), command, metrics)
     if args.output is not None:

@@ -179,6 +179,7 @@ def figures(
         "done": endings[Ending.DONE],
         "interrupted": endings[Ending.INTERRUPTED],
         "refused": endings[Ending.REFUSED],
+        "refused_pct": round(100 * endings[Ending.REFUSED] / max(1, len(outcomes)), 2),
         "left": endings[Ending.LEFT],
         "ended_after_two_losses": twice,
         "ended_after_two_losses_pct": round(100 * twice / max(1, len(outcomes)), 2),
@@ -205,6 +206,7 @@ PROMISES: Final = {
     "ledger_disagreements": 0,
     "exceptions_logged": 0,
     "ended_after_two_losses_pct": 2.0,
+    "refused_pct": 2.0,
     "attempts_per_request": 1.1,
 }
 """The most that a figure may be."""

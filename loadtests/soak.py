@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import http.client
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -170,7 +169,8 @@ def main(argv: Sequence[str]) -> int:
         run = asyncio.run(ending_on_sigterm(soaking))
     metrics = run.metrics | watch.metrics()
     show(run._replace(metrics=metrics))
-    command = f"python -m loadtests.soak {shlex.join(argv)}"
+    drawn = f"--minutes {args.minutes:g} --rate {args.rate:g} --every {args.every:g}"
+    command = f"python -m loadtests.soak {drawn} --seed {args.seed}"
     shown = {"seed": args.seed, "minutes": args.minutes} | metrics
     result = Report("soak", commit(), machine(), command, shown)
     if args.output is not None:

@@ -104,6 +104,7 @@ def test_an_answer_is_right_or_has_a_part_twice_or_is_anothers(text: str, expect
         ({"text": "?" + RIGHT[1:]}, "crossed"),
         ({"text": RIGHT[:6] + RIGHT}, "duplicated"),
         ({"text": RIGHT[:6]}, "cut_short"),
+        ({"ending": Ending.REFUSED, "status": 503}, "refused"),
     ],
 )
 def test_what_a_client_must_not_see_breaks_its_promise(
