@@ -224,6 +224,7 @@ class Cluster:
         args = ["router", "--host", options.host, "--port", str(options.port)]
         args += ["--admin-port", str(options.admin_port)]
         args += ["--model", folder, "--served-model-name", served_as, *_DRAIN_ARGS]
+        args += ["--lame-duck-s", "0"]  # nobody balances load before it
         args += [word for url in urls for word in ("--replica", url)]
         args += [*self._ready_arg(_ROUTER), *_words(options.router_arg)]
         self._spawn(_ROUTER, args, env=self._env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from kvway_core.lifecycle import Supervisor, local_url, start_site, write_ready_
 from kvway_core.metrics import new_registry
 from kvway_core.prompts import PromptEncoder
 from kvway_core.web import HttpLimits, make_runner, new_app
+from kvway_router.aborts import Aborts
 from kvway_router.admin import AdminHandlers
 from kvway_router.admission import Admission
 from kvway_router.attempts import Attempts, Limits
@@ -125,6 +127,7 @@ class Router:
             num_threads=settings.reader_threads, max_waiting=settings.max_waiting_prompts
         )
         self._rests = RestReader()
+        self.aborts = Aborts()
         self._client = ReplicaClient(connect_timeout_s=settings.connect_timeout_s)
         traffic = Traffic()
         fleet = Fleet(
@@ -141,7 +144,7 @@ class Router:
             max_waiting=settings.max_queued,
             timeout_s=settings.queue_timeout_s,
         )
-        self.replicas.on_change = self.admission.look
+        self.replicas.watcher.on_change = self.admission.look
         self._prefixes = PrefixWatch(
             lambda text: len(encoder.encode_text(text, add_special_tokens=False)), clock=clock
         )
@@ -176,6 +179,7 @@ class Router:
                 ledger=ledger,
                 rests=self._rests,
                 client=self._client,
+                aborts=self.aborts,
                 limits=Limits(
                     first_token_s=settings.first_token_timeout_s,
                     token_s=settings.token_timeout_s,
@@ -211,6 +215,7 @@ class Router:
             created_s=int(clock.time()),
         )
         self._api = _runner(api.routes(), settings.http_limits)
+        self._api.app.on_response_prepare.append(api.close_if_leaving)
         admin = AdminHandlers(decisions=self.decisions, fleet=fleet, prefixes=self._prefixes)
         self._admin = _runner(
             [*admin.routes(), *api.probes()], HttpLimits(max_body_bytes=_MAX_ADMIN_BODY_BYTES)
@@ -241,6 +246,7 @@ class Router:
             opening.callback(self._rests.close)
             opening.callback(self._prefixes.close)
             await opening.enter_async_context(self._client)
+            await opening.enter_async_context(self.aborts)
             opening.push_async_callback(self._api.cleanup)
             opening.push_async_callback(self._admin.cleanup)
             settings = self._settings
@@ -264,8 +270,18 @@ class Router:
         await self._open.aclose()
 
     async def drain(self) -> None:
-        """Takes nothing new and lets what runs end, for as long as the settings say."""
-        await self.dispatcher.running.drain(timeout_s=self._settings.drain_timeout_s)
+        """Lets what runs end, for as long as the settings say.
+
+        At first ``/ready`` says 503, and who sends requests all the same is still answered, so
+        that whoever balances the load has time to see it. Then nobody can connect any more.
+        """
+        running = self.dispatcher.running
+        running.start_leaving()
+        await asyncio.sleep(self._settings.lame_duck_s)
+        running.start_draining()
+        for site in tuple(self._api.sites):
+            await site.stop()
+        await running.drain(timeout_s=self._settings.drain_timeout_s)
         if self._keeper is not None:
             await self._keeper.write()
 

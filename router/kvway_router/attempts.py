@@ -25,6 +25,7 @@ from kvway_core.errors import (
     ReplicaRejected,
     TokenTimeout,
 )
+from kvway_router.aborts import Aborts
 from kvway_router.call import Call, Downstream
 from kvway_router.charges import Charge
 from kvway_router.chooser import Choice
@@ -107,11 +108,12 @@ class Attempts:
         ledger: Who is how busy.
         rests: Reads what is left of a prompt.
         client: The way to replicas.
+        aborts: Tells engines that have to be told that nobody waits any more.
         limits: How long things may take.
         block_size: Tokens per block.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  it is where a request meets all it touches
         self,
         *,
         replicas: ReplicaSet,
@@ -119,6 +121,7 @@ class Attempts:
         ledger: Ledger,
         rests: RestReader,
         client: ReplicaClient,
+        aborts: Aborts,
         limits: Limits,
         block_size: int,
     ) -> None:
@@ -128,6 +131,7 @@ class Attempts:
         self._ledger = ledger
         self._rests = rests
         self._client = client
+        self._aborts = aborts
         self._limits = limits
         self._block_size = block_size
         self._corrections = Corrections(index, block_size=block_size)
@@ -148,12 +152,17 @@ class Attempts:
         replica = self._replicas.get(replica_id)
         assert replica is not None  # noqa: S101  chosen from the set in this step of the loop
         listed = self._corrections.expect(replica_id, request.hashes)
+        headers = request_headers(call.headers, request_id=call.request_id)
+        sent = self._aborts.unless_done(
+            replica.url, request.body, headers, by_rid=replica.is_sglang
+        )
         async with Cut() as cut:
             with (
                 Watch(cut) as watch,
                 self._replicas.at(replica_id, tell_loss=cut.cut) as place,
                 self._ledger.charge(choice.decision.chosen, is_stream=request.stream) as charge,
                 self._expected(reading, choice, charge=charge, trip=trip) as expected,
+                sent as body,
             ):
                 if request.stream:
                     limit_s = choice.first_token_limit_s(most_s=self._limits.first_token_s)
@@ -161,11 +170,8 @@ class Attempts:
                         limit_s,
                         FirstTokenTimeout(f"The replica said nothing for {limit_s:.3g} s."),
                     )
-                async with self._client.attempt(
-                    replica.url + call.route.value,
-                    headers=request_headers(call.headers, request_id=call.request_id),
-                    body=request.body,
-                ) as answer:
+                url = replica.url + call.route.value
+                async with self._client.attempt(url, headers=headers, body=body) as answer:
                     held, passing = await self._hold(answer)
                     place.has_answered()
                     if answer.status == 200 and not self._replicas.tells_ranks(replica_id):

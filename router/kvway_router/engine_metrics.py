@@ -106,6 +106,7 @@ class MetricsReader:
             num_waiting=_total(values[_What.WAITING]),
             usage=_mean(values[_What.USAGE], weights=values[_What.CAPACITY]),
             lag_s=_SGLANG_LAG_S if self._is_sglang else _LAG_S,
+            is_sglang=self._is_sglang,
         )
 
     def _read(self, line: bytes) -> None:

@@ -29,6 +29,7 @@ class EngineReport:
         num_waiting: Requests in its queues.
         usage: Share of its KV cache that requests hold, 0 to 1.
         lag_s: How old its counts may be when they are read, seconds.
+        is_sglang: Whether it is SGLang, as far as it shows.
     """
 
     num_tokens: int | None = None
@@ -38,6 +39,7 @@ class EngineReport:
     num_waiting: int | None = None
     usage: float | None = None
     lag_s: float = 0.0
+    is_sglang: bool = False
 
     @property
     def tells_load(self) -> bool:
@@ -55,6 +57,7 @@ class EngineReport:
         """Returns the same, with what tells its life from `before` where it does not say now."""
         return replace(
             self,
+            is_sglang=self.is_sglang or before.is_sglang,
             started_s=before.started_s if self.started_s is None else self.started_s,
             prompt_tokens=(
                 before.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens

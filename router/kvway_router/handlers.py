@@ -169,11 +169,19 @@ class ApiHandlers:
 
     async def ready(self, _request: web.Request) -> web.Response:
         """``GET /ready``: 200 while a request sent now would find a replica."""
-        if self._dispatcher.running.draining:
+        if self._dispatcher.running.leaving:
             return json_response(b'{"status":"draining"}', status=503)
         if not self._replicas.usable():
             return json_response(b'{"status":"no replica is ready"}', status=503)
         return json_response(b'{"status":"ready"}')
+
+    async def close_if_leaving(
+        self, _request: web.BaseRequest, response: web.StreamResponse
+    ) -> None:
+        """Ends connections with their next answer once the router is about to stop."""
+        if self._dispatcher.running.leaving:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
     async def metrics(self, _request: web.Request) -> web.Response:
         """``GET /metrics``, in the text format of Prometheus."""

@@ -124,7 +124,9 @@ class Prober:
                 if report.num_tokens is None:
                     status, body = await self._get(f"{url}{path}", max_bytes=MAX_PAGE_BYTES)
                     if status == 200:
-                        report = replace(report, num_tokens=read_description(body))
+                        num_tokens = read_description(body)
+                        is_sglang = num_tokens is not None and path == "/get_server_info"
+                        report = replace(report, num_tokens=num_tokens, is_sglang=is_sglang)
         except (aiohttp.ClientError, ValueError, OSError):
             pass  # TimeoutError is an OSError; whether it is healthy is for `probe` to say
         return report

@@ -74,6 +74,7 @@ class Replica:
         error: Why it is not READY, for a person; empty when it is.
         no_report: Why it is used without a report, for a person; empty when nothing is wrong.
         feed_stats: What became of its KV events, over all feeds it had.
+        is_sglang: Whether it is SGLang, which wants to be told of requests that nobody waits for.
     """
 
     __slots__ = (
@@ -85,6 +86,7 @@ class Replica:
         "feed_stats",
         "host",
         "id",
+        "is_sglang",
         "no_report",
         "report",
         "state",
@@ -102,6 +104,7 @@ class Replica:
         self.error = "not seen yet"
         self.no_report = ""
         self.feed_stats = FeedStats()
+        self.is_sglang = False
         self._options = options
         self._num_good = 0
         self._num_bad = 0

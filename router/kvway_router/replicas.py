@@ -1,14 +1,13 @@
 """The replicas as the router knows them: who there is, who can take a request, how busy each is.
 
-One task per replica looks at it again and again and has its KV events followed; the state that it
-moves is in `replica.py`, the load in `ledger.py`.
+What is known of them comes from `watcher.py`; the state of each is in `replica.py`, its load in
+`ledger.py`, and who of those that are ready takes requests now in `rotation.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,72 +26,22 @@ from kvway_core.errors import (
     StreamBroken,
 )
 from kvway_router.discovery import ReplicaAddress
-from kvway_router.engine_report import EngineReport
 from kvway_router.feed import ReplicaFeed
 from kvway_router.feed_state import FeedPosition
 from kvway_router.feeding import ReplicaFeeds
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Ledger
 from kvway_router.loads import Loads
-from kvway_router.probe import Bad, Good, Prober
+from kvway_router.probe import Prober
 from kvway_router.replica import Replica, ReplicaOptions, ReplicaState
 from kvway_router.rotation import Outcome, Rotation
 from kvway_router.snapshots import Snapshot
-from kvway_router.telemetry import Telemetry
+from kvway_router.watcher import Member, Place, Watcher
 
-INDEX_SLACK: Final = 1.5
-"""Blocks listed for a replica, in units of what it can hold: too few is ruinous, more is not."""
-
-SUSPECT_SHARE: Final = 0.5
-"""Of the time for a look: one that takes longer makes its replica the last to be chosen."""
 CONFIRM_S: Final = 0.5
 """How long a request whose connection broke waits to hear whether its replica is there."""
 
 _log = structlog.get_logger(__name__)
-
-
-class _Member:
-    """A replica and what watches it."""
-
-    __slots__ = (
-        "asked_engine_s",
-        "asked_s",
-        "engine",
-        "has_missed",
-        "look_now",
-        "num_begun",
-        "num_ended",
-        "replica",
-        "task",
-        "waiting",
-    )
-
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.look_now = asyncio.Event()
-        self.asked_s: float | None = None
-        self.has_missed = False
-        self.num_begun = 0
-        self.num_ended = 0
-        self.waiting: set[Place] = set()
-        self.task: asyncio.Task[None] | None = None
-        self.engine = EngineReport()
-        self.asked_engine_s = -math.inf
-
-
-class Place:
-    """A request at a replica, while it waits for its answer."""
-
-    __slots__ = ("_member", "tell_loss")
-
-    def __init__(self, member: _Member, tell_loss: Callable[[ReplicaLost], None]) -> None:
-        self._member = member
-        self.tell_loss = tell_loss
-        member.waiting.add(self)
-
-    def has_answered(self) -> None:
-        """The answer has begun: what becomes of it shows in its tokens."""
-        self._member.waiting.discard(self)
 
 
 class ReplicaSet:
@@ -125,13 +74,9 @@ class ReplicaSet:
         self._index = index
         self._ledger = ledger
         self._clock = clock
-        self._model = model
-        self._block_size = block_size
         self._options = options or ReplicaOptions()
-        self._rng = rng or random.Random()  # noqa: S311 - spreads probes, keeps no secret
-        self.rotation = Rotation(clock, self._rng)
-        self.on_change: Callable[[], None] = lambda: None
-        """Called after each look at a replica: what can be sent where may have changed."""
+        rng = rng or random.Random()  # noqa: S311 - spreads probes, keeps no secret
+        self.rotation = Rotation(clock, rng)
         self._feeds = ReplicaFeeds(
             index=index,
             clock=clock,
@@ -139,10 +84,20 @@ class ReplicaSet:
             options=self._options.feed,
             sources=self._options.kv_events,
         )
-        self._members: dict[str, _Member] = {}
+        self.watcher = Watcher(
+            index=index,
+            ledger=ledger,
+            rotation=self.rotation,
+            feeds=self._feeds,
+            clock=clock,
+            model=model,
+            block_size=block_size,
+            options=self._options,
+            rng=rng,
+        )
+        self._members: dict[str, Member] = {}
         self._remembered: Snapshot | None = None
         self._running: tuple[asyncio.TaskGroup, Prober, zmq.asyncio.Context] | None = None
-        self._changed = asyncio.Condition()
 
     # -- questions ------------------------------------------------------------------------------
 
@@ -197,9 +152,11 @@ class ReplicaSet:
 
     def room(self) -> dict[str, int]:
         """Returns the usable replicas that have room for more requests, and for how many."""
+        now, timeout_s = self._clock.monotonic(), self._options.timeout_s
         usable = [replica.id for replica in self.usable()]
+        alive = [n for n in usable if not self._members[n].is_suspect(now, timeout_s=timeout_s)]
         return self.rotation.room(
-            [name for name in usable if not self._is_suspect(name)] or usable,
+            alive or usable,
             slots=self.slots,
             in_flight=self.num_in_flight,
         )
@@ -213,14 +170,6 @@ class ReplicaSet:
         if not names:
             names = [replica.id for replica in self.usable(exclude=exclude)]
         return self._ledger.loads((name, self._index.num_blocks(name)) for name in names)
-
-    def _is_suspect(self, replica_id: str) -> bool:
-        """Tells whether a replica owes the answer to a look: it may be frozen already."""
-        member = self._members[replica_id]
-        if member.asked_s is None:
-            return member.has_missed
-        waited_s = self._clock.monotonic() - member.asked_s
-        return member.has_missed or waited_s > SUSPECT_SHARE * self._options.timeout_s
 
     def is_fed(self, replica_id: str) -> bool:
         """Tells whether KV events keep the index true to a replica now."""
@@ -259,7 +208,7 @@ class ReplicaSet:
             self._remove(replica_id)
         for replica_id, address in wanted.items():
             if replica_id not in self._members:
-                member = _Member(Replica(address, options=self._options))
+                member = Member(Replica(address, options=self._options))
                 if self._remembered is not None:
                     self._restore(self._remembered, member.replica)
                 self._members[replica_id] = member
@@ -311,7 +260,7 @@ class ReplicaSet:
             return True
         replica, boot_id = member.replica, member.replica.boot_id
         if isinstance(error, ConnectFailed):
-            self._note_bad(member, error.message, hard=True)
+            self.watcher.note_bad(member, error.message, hard=True)
         if isinstance(error, ReplicaRejected) and error.retry_after_s is not None:
             self.rotation.pause(replica_id, error.retry_after_s)
         num_begun = member.num_begun
@@ -324,8 +273,7 @@ class ReplicaSet:
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition on the replicas holds; it is tried after each look at one."""
-        async with self._changed:
-            await self._changed.wait_for(condition)
+        await self.watcher.wait_for(condition)
 
     # -- watching -------------------------------------------------------------------------------
 
@@ -345,141 +293,13 @@ class ReplicaSet:
             self._running = None
             context.destroy(linger=0)
 
-    def _watch_if_running(self, member: _Member) -> None:
+    def _watch_if_running(self, member: Member) -> None:
         if self._running is not None:
             group, prober, context = self._running
             member.task = group.create_task(
-                self._keep_watching(member, prober=prober, context=context),
+                self.watcher.watch(member, prober=prober, context=context),
                 name=f"watch-{member.replica.id}",
             )
-
-    async def _keep_watching(
-        self, member: _Member, *, prober: Prober, context: zmq.asyncio.Context
-    ) -> None:
-        """Watches on whatever happens: what is wrong with one replica is no end to the router."""
-        while True:
-            try:
-                await self._watch(member, prober=prober, context=context)
-            except Exception:  # noqa: BLE001 - the task's supervisor: it logs and goes on
-                _log.exception("replica_watch_failed", replica=member.replica.id)
-                self._feeds.stop(member.replica.id)
-                self._note_bad(member, "watching it failed; see the log", hard=True)
-                await self._pause(member)
-
-    async def _watch(
-        self, member: _Member, *, prober: Prober, context: zmq.asyncio.Context
-    ) -> None:
-        async with asyncio.TaskGroup() as group:
-            while True:
-                member.look_now.clear()
-                member.num_begun += 1
-                asked_s = member.asked_s = self._clock.monotonic()
-                answer = await prober.probe(member.replica.url)
-                member.asked_s, member.has_missed = None, isinstance(answer, Bad)
-                if isinstance(answer, Bad):
-                    self._note_bad(member, answer.error, hard=answer.refused)
-                    self._note_silence(member)
-                else:
-                    self._note_good(member, answer, asked_s=asked_s)
-                    if answer.report is None:
-                        await self._ask_engine(member, prober)
-                    self._feeds.follow(member.replica, group=group, context=context)
-                member.num_ended = member.num_begun
-                async with self._changed:
-                    self._changed.notify_all()
-                self.on_change()
-                await self._pause(member, took_s=self._clock.monotonic() - asked_s)
-
-    async def _pause(self, member: _Member, *, took_s: float = 0.0) -> None:
-        """Waits for the next look, or for a request that failed.
-
-        A look that took long shortens the pause: one that froze is found in three looks' time.
-        """
-        jitter = self._options.jitter * self._rng.uniform(-1.0, 1.0)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._options.interval_s * (1.0 + jitter) - took_s):
-                await member.look_now.wait()
-
-    def _note_good(self, member: _Member, answer: Good, *, asked_s: float) -> None:
-        replica, report = member.replica, answer.report
-        was = replica.state
-        problem = ""
-        if report is not None:
-            if report.model != self._model:
-                problem = f"it serves {report.model!r}, not {self._model!r}"
-            if replica.boot_id not in (None, report.boot_id):
-                self._begin_again(replica)
-            replica.boot_id = report.boot_id
-            self._ledger.report(replica.id, Telemetry.of(report), asked_s=asked_s)
-            self._set_limit(replica, report.blocks.total * report.block_size)
-        elif answer.no_report and replica.report is not None and replica.report.state == "ready":
-            report = replica.report  # what it is has not changed; how busy it was goes stale
-        if answer.no_report and not replica.no_report:
-            _log.warning("replica_without_report", replica=replica.id, reason=answer.no_report)
-        replica.no_report = answer.no_report
-        replica.on_good(report, problem=problem)
-        self._note_change(replica, was=was)
-
-    def _note_bad(self, member: _Member, error: str, *, hard: bool) -> None:
-        replica = member.replica
-        was = replica.state
-        replica.on_bad(error, hard=hard)
-        if hard and replica.report is None:
-            # Without a boot id nothing else tells that it died and comes back with an empty cache.
-            self._index.clear(replica.id)
-            self._feeds.stop(replica.id)
-            member.engine, member.asked_engine_s = EngineReport(), -math.inf
-        self._note_change(replica, was=was)
-
-    def _note_silence(self, member: _Member) -> None:
-        """Lets go who waits for an answer of one that does not even answer a look any more."""
-        if member.replica.state is ReplicaState.UNHEALTHY:
-            for place in list(member.waiting):
-                place.tell_loss(ReplicaLost("The replica went out of service."))
-
-    def _note_change(self, replica: Replica, *, was: ReplicaState) -> None:
-        now = replica.state
-        if now is was:
-            return
-        if now is ReplicaState.READY:
-            self.rotation.returned(replica.id)
-        elif was is ReplicaState.READY and now is ReplicaState.UNHEALTHY:
-            self.rotation.lost(replica.id)
-        _log_change(replica, was=was)
-
-    async def _ask_engine(self, member: _Member, prober: Prober) -> None:
-        """Learns what an engine without reports says elsewhere: its load each time, if it does."""
-        replica, before = member.replica, member.engine
-        now = self._clock.monotonic()
-        is_due = now - member.asked_engine_s >= self._options.engine_interval_s
-        if not (is_due or before.tells_load):
-            return
-        if is_due:
-            member.asked_engine_s = now
-        engine = await prober.describe(replica.url, before=None if is_due else before)
-        if engine.is_later_life(before):
-            self._begin_again(replica)
-        member.engine = engine.after(before)
-        if engine.num_tokens is not None:
-            self._set_limit(replica, engine.num_tokens)
-        telemetry = engine.telemetry()
-        # A page that fails once does not take back what it said; that becomes too old by itself.
-        if telemetry is not None and (engine.tells_load or not before.tells_load):
-            self._ledger.report(replica.id, telemetry, asked_s=now)
-
-    def _begin_again(self, replica: Replica) -> None:
-        """A replica restarted: nothing that was known of it is true any more."""
-        _log.info("replica_restarted", replica=replica.id)
-        self._index.clear(replica.id)
-        self._ledger.forget(replica.id)
-        self.rotation.restarted(replica.id)
-        self._feeds.stop(replica.id)
-
-    def _set_limit(self, replica: Replica, num_tokens: int) -> None:
-        """Has as many blocks listed as a replica can hold, and some more."""
-        limit = math.ceil(INDEX_SLACK * num_tokens / self._block_size)
-        for name in {replica.id, *(feed.source.replica_id for feed in self.feeds(replica.id))}:
-            self._index.set_limit(name, limit)
 
     def _remove(self, replica_id: str) -> None:
         member = self._members.pop(replica_id)
@@ -490,14 +310,3 @@ class ReplicaSet:
         self._ledger.forget(replica_id)
         self.rotation.forget(replica_id)
         _log.info("replica_removed", replica=replica_id)
-
-
-def _log_change(replica: Replica, *, was: ReplicaState) -> None:
-    log = _log.warning if replica.state is ReplicaState.UNHEALTHY else _log.info
-    log(
-        "replica_state_changed",
-        replica=replica.id,
-        was=was.value,
-        now=replica.state.value,
-        error=replica.error,
-    )

@@ -17,9 +17,15 @@ class RunningRequests:
         """Starts with nothing that runs."""
         self._num_running = 0
         self._cuts: set[Cut] = set()
+        self._leaving = False
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether the process is about to stop."""
+        return self._leaving
 
     @property
     def draining(self) -> bool:
@@ -59,9 +65,13 @@ class RunningRequests:
             finally:
                 self._cuts.discard(cut)
 
+    def start_leaving(self) -> None:
+        """Lets it be known that the process is about to stop; requests are still taken."""
+        self._leaving = True
+
     def start_draining(self) -> None:
         """Takes nothing new from now on."""
-        self._draining = True
+        self._leaving = self._draining = True
 
     async def drain(self, *, timeout_s: float) -> None:
         """Takes nothing new, returns once nothing runs; breaks off what is left at the limit."""

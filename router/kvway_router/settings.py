@@ -186,7 +186,7 @@ class RouterSettings:
     )
     max_decisions: int = option(1000, help="decisions that are remembered", unit="records")
     lame_duck_s: float = option(
-        0.0,
+        3.0,
         help="time after SIGTERM in which requests are still taken while /ready says 503",
         unit="seconds",
     )

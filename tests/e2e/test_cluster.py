@@ -165,7 +165,7 @@ async def test_a_client_that_leaves_frees_the_slot(
 async def test_sigterm_lets_streams_end_and_exits_0(cluster: Cluster) -> None:
     """Router and worker finish what runs, take nothing new, and exit 0."""
     worker = await cluster.worker("a", *SLOW)
-    router = await cluster.router(worker)
+    router = await cluster.router(worker, args=("--lame-duck-s", "0.2"))
     url = router.ready["api"] + "/v1/chat/completions"
     body = chat("Rivers", "Name one.", max_tokens=30, ignore_eos=True, stream=True)
     async with cluster.http.post(url, json=body) as response:

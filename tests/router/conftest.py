@@ -104,7 +104,8 @@ async def start_bench(encoder: PromptEncoder) -> AsyncIterator[StartBench]:
             settings = RouterSettings(
                 model=MODEL,
                 replica=tuple(replica.url for replica in replicas),
-                **{"port": 0, "admin_port": 0, "probe_interval_s": 0.1, **options},
+                **{"port": 0, "admin_port": 0, "probe_interval_s": 0.1, "lame_duck_s": 0.0}
+                | options,
             )
             supervisor = await stack.enter_async_context(Supervisor())
             router = await stack.enter_async_context(

@@ -438,20 +438,45 @@ async def held_stream(bench: Bench, replica: FakeReplica) -> aiohttp.ClientRespo
     return response
 
 
+async def until_not_ready(bench: Bench) -> None:
+    """Waits until the router says that it is about to stop."""
+    status = 200
+    while status == 200:
+        async with bench.client.get(bench.admin("/ready")) as ready:
+            status = ready.status
+
+
 async def test_a_drain_lets_streams_end_and_takes_nothing_new(bench: Bench) -> None:
     response = await held_stream(bench, bench.replica)
+    await bench.chat()  # leaves a connection open
     draining = asyncio.create_task(bench.router.drain())
-    await asyncio.sleep(0)
+    await until_not_ready(bench)
     status, headers, body = await bench.chat()
     assert (status, body["error"]["code"]) == (503, "shutting_down")
     assert int(headers["Retry-After"]) >= 1
-    async with bench.client.get(bench.api("/ready")) as ready:
+    assert headers["Connection"] == "close"
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await bench.chat()
+    async with bench.client.get(bench.admin("/ready")) as ready:
         assert ready.status == 503
     assert not draining.done()
     bench.replica.release()
     assert (await response.content.read()).endswith(b"data: [DONE]\n\n")
     await draining
     response.release()
+
+
+async def test_before_a_drain_requests_are_taken_while_ready_says_no(
+    start_bench: StartBench,
+) -> None:
+    bench = await start_bench(1, lame_duck_s=300.0)
+    draining = asyncio.create_task(bench.router.drain())
+    await until_not_ready(bench)
+    async with bench.client.get(bench.api("/ready")) as ready:
+        assert ready.status == 503
+    status, headers, _ = await bench.chat()
+    assert (status, headers["Connection"]) == (200, "close")
+    draining.cancel()
 
 
 async def test_a_drain_breaks_off_what_takes_too_long(start_bench: StartBench) -> None:

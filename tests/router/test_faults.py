@@ -424,3 +424,65 @@ async def test_a_slow_client_teaches_no_steps(
     await bench.chat(stream=True)
     account = bench.router.replicas._ledger._accounts[bench.replica.replica_id]
     assert account.rates.decode_step_s == 0.01, "of its report before"
+
+
+# --- engines that have to be told -------------------------------------------------------------
+
+
+async def sglang_bench(start_bench: StartBench) -> Bench:
+    """A replica that is known to be SGLang by its metrics."""
+    bench = await start_bench(1)
+    replica = bench.replica
+    replica.pages["/load"] = (404, {})
+    replica.pages["/get_server_info"] = (200, {"max_total_num_tokens": 64_000})
+    replica.pages["/abort_request"] = (200, {})
+    known = bench.router.replicas.get(replica.replica_id)
+    assert known is not None
+    await bench.router.replicas.wait_for(lambda: known.is_sglang)
+    return bench
+
+
+async def leave(bench: Bench, *, stream: bool, **fields: Any) -> None:
+    """Asks, and leaves before the first token."""
+    before = len(bench.replica.requests)
+    bench.replica.script(Answer(hold_head=True))
+    asked = asyncio.create_task(bench.chat("hi", stream=stream, **fields))
+    await bench.replica.wait_for(lambda: len(bench.replica.requests) > before)
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    await bench.replica.wait_for(lambda: bench.replica.requests[-1].disconnected)
+    await until_idle(bench)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_sglang_is_told_of_a_client_that_left(
+    start_bench: StartBench, *, stream: bool
+) -> None:
+    bench = await sglang_bench(start_bench)
+    await leave(bench, stream=stream)
+    replica = bench.replica
+    await replica.wait_for(lambda: "/abort_request" in replica.probes)
+    rid = replica.requests[0].json()["rid"]
+    assert isinstance(rid, str)
+    assert len(rid) == 32
+    assert replica.requests[0].body.startswith(b'{"rid":')
+
+
+async def test_sglang_is_told_nothing_of_what_is_done_or_has_an_id_of_its_own(
+    start_bench: StartBench,
+) -> None:
+    bench = await sglang_bench(start_bench)
+    assert (await bench.chat())[0] == 200
+    bench.replica.script(Answer(status=400, body=b"{}"))
+    assert (await bench.chat())[0] == 400
+    await leave(bench, stream=True, rid="mine")
+    await leave(bench, stream=True, n=2)
+    assert [request.json().get("rid") for request in bench.replica.requests[2:]] == ["mine", None]
+    assert bench.router.aborts.num_sent == 0
+    assert "/abort_request" not in bench.replica.probes
+
+
+async def test_other_engines_get_the_body_as_it_is(bench: Bench) -> None:
+    await leave(bench, stream=True)
+    assert b"rid" not in bench.replica.requests[0].body
+    assert bench.router.aborts.num_sent == 0
