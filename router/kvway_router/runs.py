@@ -113,11 +113,13 @@ def named_together(node: Node, place: int, hashes: Sequence[int], start: int) ->
     Returns:
         The first place of them, and how many they are: at least one.
     """
+    if start + 1 == len(hashes):
+        return place, 1
     names = array.array("Q", hashes[start:])
     last = place + len(names)
     behind = array.array("Q", node.run[place * HASH_BYTES : last * HASH_BYTES])
     num = _num_equal(behind, names)
-    if num > 1 or not place or len(names) == 1:
+    if num > 1 or not place:
         return place, num
     first = max(0, place + 1 - len(names))
     before = array.array("Q", node.run[first * HASH_BYTES : (place + 1) * HASH_BYTES])

@@ -162,4 +162,6 @@ def test_a_mark_that_stands_for_no_list_is_a_number() -> None:
     _, lists, _ = taken_out(msgspec.msgpack.encode([[1] * 300]))
     mark = long_lists._MARK | 1
     assert put_back([mark], lists) == [mark]
+    assert put_back([0], lists) == [0]
+    assert put_back([mark ^ 1, 2], lists) == [mark ^ 1, 2]
     assert list(put_back([mark ^ 1], lists)) == [1] * 300

@@ -131,3 +131,11 @@ def test_pieces_are_as_long_as_they_must_be(text: str) -> None:
 def test_a_space_that_an_added_token_takes_along_is_not_cut_off() -> None:
     cutter = Cutter.of(tokenizer_of("gpt-2", "stripping")).often()
     assert list(pieces("<|r|> foo bar", cutter)) == ["<|r|> foo", " bar"]
+
+
+def test_a_place_is_cut_at_where_an_added_token_begins_that_may_be_cut() -> None:
+    cutter = Cutter.of(tokenizer_of("gpt-2", "stripping"))
+    text = "a <|l|>b<|s|>c<|s|>"
+    places = [text.index("<|l|>"), text.index("b"), text.index("<|s|>"), text.index("|s|>")]
+    assert cutter.cuts_at(text, places) == [text.index("<|s|>")]
+    assert list(pieces(text, cutter, places)) == ["a <|l|>b", "<|s|>c<|s|>"]

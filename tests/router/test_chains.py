@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvway_core.blocks import (
@@ -126,6 +126,7 @@ def test_a_prompt_that_nobody_has_had_is_hashed_some_spans_at_a_time(
         st.builds(Image, st.integers(0, 3000), st.sampled_from([b"cat", b"dog"])), max_size=4
     ),
 )
+@example(lengths=[9, 1, 1, 9], images=[Image(8, b"cat"), Image(10, b"dog")])
 @settings(max_examples=60)
 def test_images_are_hashed_however_the_prompt_grows(
     lengths: list[int], images: list[Image]

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from kvway_core.api import parse_chat
 from kvway_core.blocks import Namespace
 from kvway_core.errors import InvalidRequest
 from kvway_core.images import MAX_IMAGES
+from kvway_core.prompting import read_prompts
 from kvway_core.prompts import PromptEncoder
 from kvway_core.testing.byte_model import write_byte_model
-from kvway_router.reading import ReadRequest, Route, ServedModel, read_request
+from kvway_router.reading import Reading, ReadRequest, Route, ServedModel, read_request
 from tests.router.conftest import MODEL, StartBench
 
 BEFORE = "Look at this one well, it matters to me, and so do you: "
@@ -88,6 +90,36 @@ def test_a_later_image_changes_nothing_before_it(encoder: PromptEncoder) -> None
     assert num_common(one, two) == (len("|user\n|") + len(BEFORE) + len(BEHIND)) // 16
     swapped = chat(text(BEFORE), image("dog"), text(BEHIND), image("cat"), text(BEHIND))
     assert num_common(two, read(encoder, swapped)) == (len("|user\n") + len(BEFORE)) // 16
+
+
+def test_siblings_of_a_prompt_that_is_being_read_have_its_images(encoder: PromptEncoder) -> None:
+    def keys(name: str) -> list[int]:
+        body = json.dumps(chat(text(BEFORE), image(name), text(BEHIND))).encode()
+        model = ServedModel(name=MODEL, encoder=encoder, namespace=Namespace(MODEL))
+        reading = Reading(body, route=Route.CHAT, model=model, max_model_len=None)
+        reading.finish()
+        return list(reading.piece_keys)
+
+    cat, again, dog = keys("cat"), keys("cat"), keys("dog")
+    assert cat == again
+    assert cat[0] == dog[0]
+    assert set(cat[1:]).isdisjoint(dog[1:])
+
+
+def test_of_a_prompt_that_is_cut_off_in_front_what_is_kept_has_its_images(
+    encoder: PromptEncoder,
+) -> None:
+    body = chat(image("cat"), text(BEHIND), image("dog"), text(BEHIND))
+    (reader,) = read_prompts(
+        parse_chat(json.dumps(body | {"truncate_prompt_tokens": 250}).encode()),
+        encoder,
+        max_model_len=None,
+        with_images=True,
+    )
+    kept = reader.finish()
+    assert len(kept) == 250
+    # The first is in what was cut off: what is left depends on it all the same.
+    assert [place for place, _ in reader.images] == [0, 250 - len(BEHIND) - len("||\n")]
 
 
 def test_an_image_without_a_token_of_its_own_is_where_its_piece_of_text_begins(
