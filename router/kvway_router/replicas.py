@@ -39,7 +39,7 @@ from kvway_router.snapshots import Snapshot
 from kvway_router.watcher import Member, Place, Watcher
 
 CONFIRM_S: Final = 0.5
-"""How long a request whose connection broke waits to hear whether its replica is there."""
+"""How long a request that lost its replica waits to hear who is there."""
 
 _log = structlog.get_logger(__name__)
 
@@ -250,7 +250,8 @@ class ReplicaSet:
 
         One failed connect makes it UNHEALTHY at once. Any other failure may be the request's own:
         it has the replica looked at now instead of at the next interval, and where the connection
-        broke that look is waited for.
+        broke that look is waited for. If it is gone all others are looked at too, so that the next
+        attempt goes to one that is alive.
 
         Returns:
             Whether the replica is out of service, or another process by now.
@@ -263,13 +264,22 @@ class ReplicaSet:
             self.watcher.note_bad(member, error.message, hard=True)
         if isinstance(error, ReplicaRejected) and error.retry_after_s is not None:
             self.rotation.pause(replica_id, error.retry_after_s)
-        num_begun = member.num_begun
         member.look_now.set()
         if isinstance(error, StreamBroken):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CONFIRM_S):
-                    await self.wait_for(lambda: member.num_ended > num_begun)
-        return replica.state is ReplicaState.UNHEALTHY or replica.boot_id != boot_id
+            await self._looked_at(member)
+        is_gone = replica.state is ReplicaState.UNHEALTHY or replica.boot_id != boot_id
+        if is_gone and isinstance(error, StreamBroken | ReplicaLost):
+            await self._looked_at(*self._members.values())  # what took one may have taken more
+        return is_gone
+
+    async def _looked_at(self, *members: Member) -> None:
+        """Returns once each was looked at again, or after `CONFIRM_S`: who owes that is suspect."""
+        before = [(member, member.num_begun) for member in members]
+        for member in members:
+            member.look_now.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CONFIRM_S):
+                await self.wait_for(lambda: all(m.num_ended > begun for m, begun in before))
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition on the replicas holds; it is tried after each look at one."""

@@ -302,6 +302,29 @@ async def test_a_frozen_replica_is_left_for_another_before_its_first_token(
     await asyncio.gather(*arrivals)
 
 
+async def test_what_is_lost_goes_to_one_that_is_alive_and_not_to_the_cheapest(
+    start_bench: StartBench,
+) -> None:
+    """Whatever took one replica may have taken another, that no look has found out about yet."""
+    bench = await start_bench(3, probe_interval_s=3600.0)
+    all_answer(bench, Answer(hold_head=True))
+    asked = asyncio.create_task(bench.chat("prompt"))
+    while num_requests(bench) == 0:
+        await bench.metrics()
+    dies, *others = sorted(bench.replicas, key=lambda replica: -len(replica.requests))
+    loads = {load.replica_id: load for load in bench.router.replicas.loads()}
+    assert all(loads[other.replica_id].queued_prefill_s == 0 for other in others)
+    silent, alive = sorted(others, key=lambda replica: replica.replica_id)
+    busy = alive.load(num_waiting=9, waiting_uncached_tokens=9000)
+    alive.pages["/load"] = (200, busy)
+    silent.pages["/load"] = silent.pages["/health"] = (None, None)
+    all_answer(bench, Answer())
+    await dies.stop()
+    status, headers, _ = await asked
+    assert (status, headers["x-kvway-replica"]) == (200, alive.replica_id)
+    assert not silent.requests
+
+
 # --- room and time ----------------------------------------------------------------------------
 
 
