@@ -273,7 +273,7 @@ class ReplicaSet:
         return is_gone
 
     async def _looked_at(self, *members: Member) -> None:
-        """Returns once each was looked at again, after `CONFIRM_S` at most: who owes is suspect."""
+        """Returns once each was looked at again, after `CONFIRM_S` at most: then it is suspect."""
         before = [(member, member.num_begun) for member in members]
         for member in members:
             member.look_now.set()
