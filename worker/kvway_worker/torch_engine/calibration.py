@@ -18,7 +18,7 @@ from kvway_worker.scheduling.prefix_groups import CascadeCosts
 from kvway_worker.torch_engine.compiling import told
 from kvway_worker.torch_engine.processor import processor_name
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 """Of the file, and of what is timed and how: others are measured again."""
 
 _log: Final = structlog.get_logger()
