@@ -111,15 +111,20 @@ class FairQueue:
 
         It must have two more, so that the newcomer does not become what it replaced.
         """
-        if not self._lines:
-            return None
-        most = max(self._lines, key=lambda name: (len(self._lines[name]), name))
-        if len(self._lines[most]) < self.num_of(tenant) + 2:
+        most = self.heaviest(tenant)
+        if most is None:
             return None
         waiter = self._lines[most].pop()
         self._num -= 1
         self._tidy(most)
         return waiter
+
+    def heaviest(self, tenant: str) -> str | None:
+        """Returns who would make room for a tenant; None if nobody would."""
+        most = max(self._lines, key=lambda name: (len(self._lines[name]), name), default=None)
+        if most is None or len(self._lines[most]) < self.num_of(tenant) + 2:
+            return None
+        return most
 
     def _tidy(self, tenant: str) -> None:
         if not self._lines[tenant]:
@@ -173,6 +178,17 @@ class Admission:
     def num_waiting(self) -> int:
         """Requests in line."""
         return len(self._queue)
+
+    def check(self, tenant: str) -> None:
+        """Refuses a request, before any work is done for it, that would only be refused later.
+
+        Raises:
+            Overloaded: Too many wait.
+        """
+        is_full = len(self._queue) >= max(1, self._most())
+        if is_full and self._queue.heaviest(tenant) is None:
+            self.num_shed["full"] += 1
+            raise self._full()
 
     async def turn(self, *, tenant: str, cost: float, left_s: float) -> None:
         """Returns when a request may be sent to a replica; it must be charged in the same step.
@@ -235,20 +251,25 @@ class Admission:
                 self._num_called -= 1
 
     def _check_bounds(self, tenant: str, limit_s: float) -> None:
-        most = min(self._max_waiting, WAITING_PER_SLOT * self._slots())
-        if len(self._queue) >= most:
+        if len(self._queue) >= self._most():
             evicted = self._queue.make_room(tenant)
             self.num_shed["full"] += 1
-            error = Overloaded(f"{most} requests wait already; try again later.")
             if evicted is None:
-                raise error
-            _end(evicted, error)
+                raise self._full()
+            _end(evicted, self._full())
         if self._gap_s is not None and (len(self._queue) + 1) * self._gap_s > limit_s:
             self.num_shed["slow"] += 1
             raise Overloaded(
                 f"At the present pace the request would wait longer than {limit_s:.3g} s; "
                 "try again later."
             )
+
+    def _most(self) -> int:
+        """Returns how many may wait."""
+        return min(self._max_waiting, WAITING_PER_SLOT * self._slots())
+
+    def _full(self) -> Overloaded:
+        return Overloaded(f"{len(self._queue)} requests wait already; try again later.")
 
     def _note_pace(self, now_s: float) -> None:
         gap_s = now_s - self._called_s

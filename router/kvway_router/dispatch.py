@@ -125,6 +125,7 @@ class Dispatcher:
     ) -> None:
         body = await downstream.body()
         self.quarantine.check(body, self._ledger.now())
+        self._admission.check(call.tenant)
         sticky = call.headers.get(STICKY_HEADER)
         reading = await self._intake.read(body, route=call.route, sticky=sticky)
         trip.read(reading, block_size=self._block_size)

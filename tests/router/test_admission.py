@@ -189,7 +189,12 @@ async def test_the_line_is_bounded_by_slots_and_by_the_option() -> None:
         waiting = [await gate.wait() for _ in range(most)]
         with pytest.raises(Overloaded):
             await gate.go()
+        if most:
+            with pytest.raises(Overloaded):
+                gate.admission.check("")
+            gate.admission.check("another")
         gate.free(most)
+        gate.admission.check("")
         await asyncio.gather(*waiting)
 
 

@@ -389,10 +389,13 @@ async def test_beyond_the_queue_the_answer_is_503_and_when_to_come_back(
     asked = await fill(bench)
     asked.append(asyncio.create_task(bench.chat("waits")))
     await until_waiting(bench, 1)
+    read = (await bench.metrics())["kvway_router_prompt_read_seconds_count"]
     status, headers, body = await bench.chat("too many")
     assert (status, body["error"]["code"]) == (503, "overloaded")
     assert 1 <= int(headers["Retry-After"]) <= 5
-    assert (await bench.metrics())['kvway_router_shed_requests_total{why="full"}'] == 1
+    metrics = await bench.metrics()
+    assert metrics['kvway_router_shed_requests_total{why="full"}'] == 1
+    assert metrics["kvway_router_prompt_read_seconds_count"] == read, "it was not even read"
     bench.replica.release()
     await asyncio.gather(*asked)
 
