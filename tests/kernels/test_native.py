@@ -194,6 +194,15 @@ def test_small_codes_of_fp8_count() -> None:
     check(case)
 
 
+def test_weights_are_rounded_to_bfloat16_without_bias() -> None:
+    """Cut off in place of rounded, they would add up to a value that rounds to less than one."""
+    case = Tree.of(
+        Shape((((0, 1, 2, 3, 4), 0, 40),), ((1, 641),) * 5), heads=(6, 1), dtype=torch.bfloat16
+    )
+    out, _ = replace(case, v_cache=torch.ones_like(case.v_cache)).run("compiled")
+    assert bool((out == 1).all())
+
+
 def test_scores_that_rise_and_scores_that_are_extreme() -> None:
     case = Tree.of(LONG)
     rising = replace(case, k_cache=case.k_cache.clone())
