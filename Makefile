@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade chaos
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade chaos prefix-report
 
 help: ## Show what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,3 +73,6 @@ bench-cascade: setup ## Measure cascade attention; ARGS="--only grid" for parts,
 
 bench-tokenize: setup ## Measure tokenizing, whole and piece by piece; ARGS="--rounds 3" for less
 	@$(BIN)/python -m loadtests.bench_tokenize $(ARGS)
+
+prefix-report: setup ## Measure how well prefix killers are found; ARGS="--cases 400" for more
+	@$(BIN)/python -m loadtests.prefix_report $(ARGS)

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvway_core.testing.clean_prompts import CLEAN
 from kvway_core.testing.planted_prompts import Case, clean_case, planted_cases
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--clean-seeds", type=int, default=CLEAN_SEEDS, help="of each clean traffic (%(default)s)"
     )
+    parser.add_argument("--output", type=Path, help="write the JSON into this file as well")
     options = parser.parse_args(argv)
     planted = score(planted_cases(options.cases, first_seed=options.first_seed))
     seeds = range(options.first_seed, options.first_seed + options.clean_seeds)
@@ -111,6 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             ),
         },
     )
+    if options.output is not None:
+        options.output.write_text(report.json() + "\n")
     print(report.json())
     return 0 if planted.recall >= 0.95 and not clean.extra else 1
 

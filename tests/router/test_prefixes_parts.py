@@ -162,7 +162,7 @@ def test_json_is_known_by_its_keys() -> None:
 
 
 def test_messages_are_located_as_templates_write_them() -> None:
-    messages = [
+    messages: list[dict[str, object]] = [
         {"role": "system", "content": "  Be kind.\n"},
         {"role": "user", "content": [{"type": "text", "text": "Été"}, {"type": "image_url"}]},
         {"role": "assistant", "content": None},
