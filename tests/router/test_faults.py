@@ -13,7 +13,7 @@ import pytest
 
 from kvway_core.testing.fake_replica import Answer, FakeReplica
 from kvway_router import attempts
-from kvway_router.rotation import FAILURES_IN_A_ROW
+from kvway_router.rotation import FAILURES_IN_A_ROW, Outcome
 from tests.router.conftest import MODEL, Bench, StartBench, chat_body
 from tests.router.test_dispatch import broken_stream, last_event, until_idle
 
@@ -243,6 +243,44 @@ async def test_where_all_fail_retries_do_not_multiply_the_load(start_bench: Star
     assert (await bench.metrics())[name] >= 43
 
 
+async def test_in_a_panic_the_sick_are_asked_rather_than_nobody(
+    start_bench: StartBench,
+) -> None:
+    bench = await start_bench(4, probe_interval_s=0.05)
+    names = [replica.replica_id for replica in bench.replicas]
+    replicas = bench.router.replicas
+    for name in names[:2] * FAILURES_IN_A_ROW:
+        replicas.record(name, Outcome.FAILURE)
+    assert [replica.id for replica in replicas.usable()] == names[2:]
+    await bench.replicas[2].stop()
+    await replicas.wait_for(lambda: names[2] not in replicas.ready())
+    assert [replica.id for replica in replicas.usable()] == [*names[:2], names[3]]
+    assert (await bench.chat())[0] == 200
+
+
+async def test_one_that_comes_back_is_not_stampeded(start_bench: StartBench) -> None:
+    """Though it has nothing to do, and the other has: its share grows with the seconds."""
+    bench = await start_bench(2, probe_interval_s=0.05)
+    other, back = bench.replicas
+    replicas = bench.router.replicas
+    await back.stop()
+    await replicas.wait_for(lambda: back.replica_id not in replicas.ready())
+    await back.restart()
+    await replicas.wait_for(lambda: back.replica_id in replicas.ready())
+    all_answer(bench, Answer(hold_head=True))
+    asked = [asyncio.create_task(bench.chat(f"{number}" * 60)) for number in range(12)]
+    await until_sent(bench, 12)
+    assert len(back.requests) <= 2, "an even share would be six"
+    for replica in (other, back):
+        replica.release()
+    await asyncio.gather(*asked)
+
+
+async def until_sent(bench: Bench, number: int) -> None:
+    while num_requests(bench) < number:
+        await bench.metrics()
+
+
 # --- nobody there -----------------------------------------------------------------------------
 
 
@@ -309,8 +347,7 @@ async def test_what_is_lost_goes_to_one_that_is_alive_and_not_to_the_cheapest(
     bench = await start_bench(3, probe_interval_s=3600.0)
     all_answer(bench, Answer(hold_head=True))
     asked = asyncio.create_task(bench.chat("prompt"))
-    while num_requests(bench) == 0:
-        await bench.metrics()
+    await until_sent(bench, 1)
     dies, *others = sorted(bench.replicas, key=lambda replica: -len(replica.requests))
     loads = {load.replica_id: load for load in bench.router.replicas.loads()}
     assert all(loads[other.replica_id].queued_prefill_s == 0 for other in others)
