@@ -369,3 +369,26 @@ async def test_an_engine_of_another_size_than_the_pool_is_refused() -> None:
     )
     with pytest.raises(ValueError, match="engine of 10 blocks of 8 tokens, pool of 10 of 16"):
         EngineLoop(SimEngine(num_blocks=10, block_size=8), scheduler, clock=SystemClock())
+
+
+async def test_who_comes_while_the_loop_closes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not taken, to fail a moment later."""
+    refused: list[ShuttingDown] = []
+    async with worker() as w:
+        close = w.engine.close
+
+        def while_closing() -> None:
+            with pytest.raises(ShuttingDown) as raised:
+                w.loop.submit(request("late", PROMPT))
+            refused.append(raised.value)
+            close()
+
+        monkeypatch.setattr(w.engine, "close", while_closing)
+        w.engine.gate.clear()
+        running = w.start(request("0", PROMPT))
+        await w.engine.step_begins()  # it stays there until the engine is closed
+        await w.loop.close()
+        assert len(refused) == 1
+        with pytest.raises(ShuttingDown):
+            await running
+        monkeypatch.undo()
