@@ -237,7 +237,7 @@ def _key(prompt: SeenPrompt, loss: Loss) -> tuple[object, ...]:
         place = prompt.place(loss.begin)
         before = prompt.data[max(0, loss.begin - _BEFORE_BYTES) : loss.begin]
         return prompt.namespace, place.message, place.role, before
-    head = b"".join(prompt.data[: loss.begin].split())[:_BEFORE_BYTES]
+    head = b"".join(prompt.data[: min(loss.begin, _HEAD_SIZES[-1])].split())[:_BEFORE_BYTES]
     return prompt.namespace, loss.kind, head[: len(head) // 8 * 8]
 
 

@@ -66,7 +66,7 @@ _VALUE: Final = re.compile(
             r"(?P<uuid>(?:urn:uuid:)?\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b)",
             rf"(?P<timestamp>\b{_DATE}(?:T|\s+at\s+|,?\s+){_CLOCK}|(?<![\d:]){_CLOCK}(?![\d:]))",
             rf"(?P<date>\b{_DATE}(?!\d)|\b{_DAY}\b)",
-            r"(?P<email>[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4})",
+            r"(?P<email>(?<![\w.+-])[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4})",
             rf"(?P<opaque_id>\b(?:[A-Za-z]{{1,12}}[_:-])?{_OPAQUE}\b)",
             rf"(?P<number>[#$€£]?{_NUMBER})",
         )
@@ -85,6 +85,9 @@ _USER_WORDS: Final = re.compile(
 )
 _WORDS: Final = re.compile(r"\w+")
 _KEY: Final = re.compile(r'"\s*:')
+
+MAX_VALUE_CHARS: Final = 2048
+"""Values are looked for in no longer texts: it bounds what the expressions above can take."""
 
 _NUMERIC_ID_DIGITS: Final = 6
 _EPOCH_S: Final = (1_400_000_000, 2_200_000_000)
@@ -116,12 +119,10 @@ def varying(a: str, b: str, region: tuple[int, int]) -> Varying | None:
     """
     if "".join(a.split()) == "".join(b.split()):
         return Varying(Kind.WHITESPACE, *region)
-    return (
-        _fields_differ(a, b)
-        or _values_differ(a, b)
-        or _names_differ(a, b)
-        or _order_differs(a, b, region)
-    )
+    found = None
+    if max(len(a), len(b)) <= MAX_VALUE_CHARS:
+        found = _fields_differ(a, b) or _values_differ(a, b) or _names_differ(a, b)
+    return found or _order_differs(a, b, region)
 
 
 def is_json(text: str) -> bool:
