@@ -1,12 +1,12 @@
 // Attention of rows to the keys of lists of blocks on a CPU. See native.py.
 //
 // For each unit and key head, keys are taken a tile at a time, so that a tile stays in the
-// processor's second cache while all rows attend to it. What is stored is turned into float32
-// where it is read. How a tile is gone through depends on the rows (heads of one key head are
-// rows, too):
+// processor's second cache while all rows attend to it. How a tile is gone through depends on the
+// rows (heads of one key head are rows, too):
 //
 //     few rows    each key is read where it is, for all rows at once
-//     more rows   a tile's keys and values are laid out as float32 once; then, in registers,
+//     more rows   a tile's keys and values are laid out once as products take them (float32, or
+//                 pairs of bfloat16); then, in registers,
 //                     scores    kRows keys x a panel of rows, so that keys need no transposing
 //                     softmax   key after key, for as many rows at once as a vector has lanes
 //                     sums      kRows rows x a panel of a value's numbers
@@ -28,8 +28,8 @@ constexpr int64_t kCells = kDim / kPerCell;
 constexpr int64_t kFew = 4;    // rows that are no more than this read keys in place
 constexpr int64_t kBand = 96;  // rows whose scores are kept at once
 constexpr int64_t kTile = std::clamp<int64_t>(16384 / kDim / 16 * 16, 16, 128);  // keys
-constexpr int64_t kAhead = 8;    // keys that are fetched in advance
-constexpr int64_t kAtOnce = 4;   // keys that few rows read at once
+constexpr int64_t kAhead = 8;   // keys that are fetched in advance
+constexpr int64_t kAtOnce = 4;  // keys that few rows read at once
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 constexpr int64_t up(int64_t n, int64_t multiple) {
@@ -42,22 +42,6 @@ inline void fetch(const Code* numbers) {
 
 // What a thread keeps beside queries and sums of a unit's rows, however many keys there are.
 static_assert(4 * ((up(kTile, kRows) + kTile) * kDim + up(kTile, kRows) * kBand) <= 1 << 18);
-
-// One layer's keys and values: blocks, in each block_size x num_kv_heads x kDim codes, and, where
-// these are scaled, block_size x num_kv_heads scales in bfloat16.
-struct Cache {
-  const Code *k, *v;
-  const uint16_t *k_scale, *v_scale;
-  int64_t k_stride, v_stride, k_scale_stride, v_scale_stride;  // from block to block, in elements
-  int64_t num_kv_heads, block_size;
-};
-
-inline float scale_at(const uint16_t* scales, int64_t at) {
-  const uint32_t bits = static_cast<uint32_t>(scales[at]) << 16;
-  float scale;
-  std::memcpy(&scale, &bits, sizeof scale);
-  return scale;
-}
 
 // A tile of keys: where they are, and, where there are rows enough, as a product takes them.
 struct Tile {

@@ -104,7 +104,8 @@ constexpr bool kPairs = false;
 // Upper halves: numbers that are exact in bfloat16.
 inline void store_upper(uint16_t* p, Vec numbers) {
 #ifdef __AVX512DQ__
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(same_bits<__m512i>(same_bits<Bits>(numbers) >> 16)));
+  const Bits upper = same_bits<Bits>(numbers) >> 16;
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(same_bits<__m512i>(upper)));
 #endif
 }
 
@@ -144,8 +145,10 @@ inline Four sums(Vec a, Vec b, Vec c, Vec d) {
 #if defined(__AVX512DQ__)
   const auto w = same_bits<__m512>(a), x = same_bits<__m512>(b), y = same_bits<__m512>(c),
              z = same_bits<__m512>(d);
-  const auto wx = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(w, x), _mm512_unpackhi_ps(w, x)));
-  const auto yz = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(y, z), _mm512_unpackhi_ps(y, z)));
+  const auto pairs = [](__m512 a, __m512 b) {
+    return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  };
+  const __m512d wx = pairs(w, x), yz = pairs(y, z);
   const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(wx, yz)),
                                    _mm512_castpd_ps(_mm512_unpackhi_pd(wx, yz)));
   const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
@@ -153,7 +156,8 @@ inline Four sums(Vec a, Vec b, Vec c, Vec d) {
 #elif defined(__AVX__)
   const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(same_bits<__m256>(a), same_bits<__m256>(b)),
                                       _mm256_hadd_ps(same_bits<__m256>(c), same_bits<__m256>(d)));
-  return same_bits<Four>(_mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+  return same_bits<Four>(
+      _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
 #else
   return Four{sum(a), sum(b), sum(c), sum(d)};
 #endif
@@ -189,6 +193,22 @@ inline Vec exp_of(Vec x) {
 #else
   return given < least ? Vec{} : p * same_bits<Vec>((whole + 127) << 23);
 #endif
+}
+
+// One layer's keys and values: blocks, in each block_size x num_kv_heads x kDim codes, and, where
+// these are scaled, block_size x num_kv_heads scales in bfloat16.
+struct Cache {
+  const Code *k, *v;
+  const uint16_t *k_scale, *v_scale;
+  int64_t k_stride, v_stride, k_scale_stride, v_scale_stride;  // from block to block, in elements
+  int64_t num_kv_heads, block_size;
+};
+
+inline float scale_at(const uint16_t* scales, int64_t at) {
+  const uint32_t bits = static_cast<uint32_t>(scales[at]) << 16;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof scale);
+  return scale;
 }
 
 }  // namespace
