@@ -7,6 +7,7 @@ way out. What depends on the model (its vocabulary, its context) is checked wher
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Final, cast
 
 from kvway_core.errors import InvalidRequest
@@ -43,7 +44,7 @@ _MAX_INT = 2**31 - 1
 _MAX_TOKEN_ID = 2**32 - 1
 _SHOWN_DIGITS = 24
 
-_RANGES: tuple[tuple[str, float, float], ...] = (
+_RANGES: Final[tuple[tuple[str, float, float], ...]] = (
     ("temperature", 0, 2),
     ("top_k", -1, _MAX_INT),
     ("top_p", 0, 1),
@@ -58,6 +59,32 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("prompt_logprobs", 0, MAX_LOGPROBS),
     ("priority", -_MAX_INT, _MAX_INT),
 )
+_OF_ONE_KIND: Final[Mapping[str, tuple[float, float]]] = {
+    "max_completion_tokens": (1, _MAX_INT),
+    "top_logprobs": (0, MAX_LOGPROBS),
+    "logprobs": (0, MAX_LOGPROBS),
+    "best_of": (1, MAX_CHOICES),
+    "ttl_s": (1, MAX_PIN_TTL_S),
+}
+
+BOUNDS: Final[Mapping[str, Mapping[str, object]]] = {
+    **{name: {"minimum": low, "maximum": high} for name, low, high in _RANGES},
+    **{name: {"minimum": low, "maximum": high} for name, (low, high) in _OF_ONE_KIND.items()},
+    "truncate_prompt_tokens": {"minimum": -1, "maximum": _MAX_INT},
+    "stop": {"maxItems": MAX_STOPS, "minLength": 1, "maxLength": MAX_STOP_BYTES},
+    "bad_words": {"maxItems": MAX_BAD_WORDS},
+    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
+    "allowed_token_ids": {"minItems": 1},
+    "logit_bias": {"maxProperties": MAX_BIASED_TOKENS},
+    "cache_salt": {"minLength": 1, "maxLength": MAX_SALT_CHARS},
+    "request_id": {"pattern": f"^{REQUEST_ID.pattern}$"},
+    "request_ids": {"minItems": 1, "maxItems": MAX_ABORTED_REQUESTS},
+    "kv_cache": {"enum": CACHE_HINTS},
+    "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
+    "role": {"enum": sorted(ROLES)},
+    "chat_template_kwargs": {"maxProperties": MAX_TEMPLATE_KWARGS},
+}
+"""The bounds of fields in the words of JSON Schema; of those that differ by kind, the wider."""
 
 
 def check_chat(request: ChatRequest) -> None:
@@ -67,8 +94,8 @@ def check_chat(request: ChatRequest) -> None:
         InvalidRequest: If it says what it may not.
     """
     _check_generation(request)
-    check_range("max_completion_tokens", request.max_completion_tokens, 1, _MAX_INT)
-    check_range("top_logprobs", request.top_logprobs, 0, MAX_LOGPROBS)
+    for name in ("max_completion_tokens", "top_logprobs"):
+        check_range(name, getattr(request, name), *_OF_ONE_KIND[name])
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
     check_messages(request.messages)
@@ -88,8 +115,8 @@ def check_completion(request: CompletionRequest) -> None:
         InvalidRequest: If it says what it may not.
     """
     _check_generation(request)
-    check_range("logprobs", request.logprobs, 0, MAX_LOGPROBS)
-    check_range("best_of", request.best_of, 1, MAX_CHOICES)
+    for name in ("logprobs", "best_of"):
+        check_range(name, getattr(request, name), *_OF_ONE_KIND[name])
     if request.best_of is not None and request.best_of != request.num_choices:
         raise InvalidRequest(
             f"best_of is {request.best_of} and n is {request.num_choices}; all answers are "
@@ -116,7 +143,7 @@ def check_pin(request: PinRequest) -> None:
         check_token_ids("prompt", request.prompt)
     check_template_kwargs(request.chat_template_kwargs)
     _check_salt(request.cache_salt)
-    check_range("ttl_s", request.ttl_s, 1, MAX_PIN_TTL_S)
+    check_range("ttl_s", request.ttl_s, *_OF_ONE_KIND["ttl_s"])
 
 
 def check_request_ids(request_ids: list[str]) -> None:

@@ -1,6 +1,6 @@
 """What a request asks for that a server does not do: found by name, so that nothing is ignored.
 
-A value that asks for nothing is no reason to refuse its field: null, and what `_NEUTRAL` lists.
+A value that asks for nothing is no reason to refuse its field: null, and what `NEUTRAL` lists.
 Values count as what they say, not as they are spelled.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 from kvway_core.errors import InvalidRequest
 from kvway_core.strict_json import plain_name, top_level_fields
 
-_NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
+NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "best_of": (1,),
     "documents": ([],),
     "echo": (False,),
@@ -51,7 +51,7 @@ def unsupported_fields(body: bytes, supported: frozenset[str]) -> InvalidRequest
     Raises:
         InvalidRequest: If the body is not a JSON object.
     """
-    return _refusal(top_level_fields(body), supported, _NEUTRAL, within="")
+    return _refusal(top_level_fields(body), supported, NEUTRAL, within="")
 
 
 def unsupported_in_messages(body: bytes) -> InvalidRequest | None:

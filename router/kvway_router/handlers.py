@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Final
 
 from aiohttp import web
@@ -14,10 +15,12 @@ from typing_extensions import override
 from kvway_core.api import ModelCard, ModelList, encode, sse
 from kvway_core.errors import ClientDisconnected, KvwayError, error_body
 from kvway_core.metrics import CONTENT_TYPE
+from kvway_core.openapi import OPENAPI_PATH, openapi
 from kvway_core.web import error_response, json_response, read_body
 from kvway_router.call import Call, Downstream
 from kvway_router.dispatch import Dispatcher
 from kvway_router.metrics import RouterMetrics
+from kvway_router.openapi import OPERATIONS
 from kvway_router.reading import Route
 from kvway_router.replicas import ReplicaSet
 
@@ -117,6 +120,9 @@ class ApiHandlers:
         self._max_model_len = max_model_len
         self._model = model
         self._created_s = created_s
+        self._openapi = openapi(
+            title="kvway router", version=version("kvway"), model=model, operations=OPERATIONS
+        )
 
     def probes(self) -> list[web.RouteDef]:
         """Returns the routes that both listeners have."""
@@ -132,6 +138,7 @@ class ApiHandlers:
             web.post(Route.CHAT.value, self.chat),
             web.post(Route.COMPLETIONS.value, self.completions),
             web.get("/v1/models", self.models),
+            web.get(OPENAPI_PATH, self.openapi),
             *self.probes(),
         ]
 
@@ -162,6 +169,10 @@ class ApiHandlers:
             max_model_len=self._max_model_len(),
         )
         return json_response(encode(ModelList(data=[card])))
+
+    async def openapi(self, _request: web.Request) -> web.Response:
+        """``GET /openapi.json``."""
+        return json_response(self._openapi)
 
     async def health(self, _request: web.Request) -> web.Response:
         """``GET /health``: the process runs and its loop turns."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
 
 from kvway_core.testing.fake_replica import Answer, FakeReplica
+from kvway_worker.api.app import build_app
 from tests.core.bad_framing import CANARY, MAX_BODY_BYTES, MODEL, Vector, post
 from tests.core.bad_requests import VECTORS
 from tests.e2e.conftest import StartRouters
 from tests.e2e.harness import Cluster, Process
 from tests.router.conftest import chat_body
+from tests.worker.http_worker import serving
 
 pytestmark = pytest.mark.e2e
 
@@ -202,3 +207,29 @@ async def test_a_replica_gets_headers_as_they_came_but_none_that_could_pass_for_
 def chat_bytes() -> bytes:
     """A chat for the scripted replicas."""
     return json.dumps(chat_body("hi")).encode()
+
+
+def routes(app: web.Application) -> set[tuple[str, str]]:
+    """Returns methods and paths of an application; what answers GET answers HEAD."""
+    resources = ((route.method, route.resource) for route in app.router.routes())
+    return {
+        (method.lower(), resource.canonical)
+        for method, resource in resources
+        if resource is not None and method != "HEAD"
+    }
+
+
+def documented(document: dict[str, Any]) -> set[tuple[str, str]]:
+    """Returns methods and paths of an OpenAPI document."""
+    return {(method, path) for path, item in document["paths"].items() for method in item}
+
+
+async def test_the_openapi_documents_have_every_route(
+    start_routers: StartRouters, byte_model: Path
+) -> None:
+    (bench,) = await start_routers(1)
+    assert documented(await bench.get(bench.api("/openapi.json"))) == routes(bench.router._api.app)
+    async with serving(byte_model) as running:
+        status, document = await running.get("/openapi.json")
+        assert status == 200
+        assert documented(document) == routes(build_app(running.worker))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from kvway_core.openapi import OPENAPI_PATH
 from kvway_core.web import new_app
 from kvway_worker.api import handlers, pins_api
 from kvway_worker.api.running_requests import RUNNING, RunningRequests
@@ -32,6 +33,7 @@ def build_app(worker: Worker) -> web.Application:
             web.get("/metrics", handlers.metrics),
             web.get("/health", handlers.health),
             web.get("/ready", handlers.ready),
+            web.get(OPENAPI_PATH, handlers.document(worker.settings.name)),
         ]
     )
     return app

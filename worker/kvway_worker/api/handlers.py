@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import Final, Protocol
 
 import msgspec
@@ -23,12 +24,14 @@ from kvway_core.api import (
 )
 from kvway_core.errors import ClientDisconnected, InternalError, InvalidRequest, KvwayError
 from kvway_core.metrics import CONTENT_TYPE, render
+from kvway_core.openapi import openapi
 from kvway_core.web import Handler, json_response, read_body
 from kvway_worker.api import jobs, tokenizing
 from kvway_worker.api.answering import answer_in_events, answer_whole
 from kvway_worker.api.fields import ABORT_FIELDS, check_fields
 from kvway_worker.api.generation import Generator
 from kvway_worker.api.jobs import Job
+from kvway_worker.api.openapi import OPERATIONS
 from kvway_worker.api.running_requests import RUNNING, Held
 from kvway_worker.api.served_model import ServedModel
 from kvway_worker.api.shapes import ChatShape, CompletionShape, Head
@@ -125,6 +128,18 @@ async def metrics(request: web.Request) -> web.Response:
     """GET /metrics, in Prometheus' text format."""
     body = render(request.app[WORKER].metrics.registry)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE})
+
+
+def document(model: str) -> Handler:
+    """Make the handler of GET /openapi.json."""
+    body = openapi(
+        title="kvway worker", version=version("kvway"), model=model, operations=OPERATIONS
+    )
+
+    async def answer(_request: web.Request) -> web.StreamResponse:
+        return json_response(body)
+
+    return answer
 
 
 @web.middleware
