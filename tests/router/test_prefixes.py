@@ -160,8 +160,15 @@ def test_what_another_replica_holds_is_no_loss() -> None:
 
 
 def test_namespaces_share_nothing() -> None:
-    bodies = [numbered(1_000_000 + 7919 * n) | {"model": f"m{n}"} for n in range(12)]
+    # What each prompt of "a" has behind its value, one of "b" had, and no other of "a".
+    bodies = []
+    for n in range(9):
+        text = " ".join(random.Random(n).sample(STABLE.split(), 200))
+        for model in ("b", "a"):
+            value = 1_000_000 + 7919 * len(bodies)
+            bodies.append(system(f"Ticket {value} is open.\n\n{text}") | {"model": model})
     assert found(bodies)[0] == []
+    assert len(found([body | {"model": "a"} for body in bodies])[0]) == 1
 
 
 def test_the_most_costly_comes_first() -> None:
@@ -191,6 +198,37 @@ def test_reading_stops_at_content() -> None:
         for n in range(10, 20)
     ]
     assert found(bodies)[0] == []
+
+
+def chat(*said: str) -> dict[str, Any]:
+    """Returns a conversation: the system prompt, then user and assistant by turns."""
+    roles = ("system", *("user", "assistant") * len(said))
+    pairs = zip(roles, said, strict=False)
+    return {"model": "m", "messages": [{"role": r, "content": text} for r, text in pairs]}
+
+
+def test_a_user_who_says_no_more_than_a_name_is_content() -> None:
+    names = ("Ada", "Boris", "Carla", "Dinh", "Elif", "Farid", "Gwen", "Hugo")
+    greeting = "Good day! " + STABLE[:600]
+    assert found([chat("Be kind.", name, greeting, f"{name}?") for name in names])[0] == []
+    assert len(found([chat(f"You help {name}.\n{STABLE}", "?") for name in names])[0]) == 1
+
+
+def test_the_same_output_in_two_conversations_is_no_history() -> None:
+    output, bodies = STABLE[:800], []
+    for n in range(16):
+        said = ("Be kind.", f"{n * 7919:x} please", f"So {n * 104_729:x}.", output)
+        bodies.append(chat(*said) if n % 2 == 0 else chat(*said, f"And {n * 31:x}.", "go on"))
+    assert found(bodies)[0] == []
+
+
+def test_outputs_that_share_a_line_are_in_no_other_order() -> None:
+    assert score([clean_case("rollouts", seed=33)]).wrong == []
+
+
+def test_each_turn_of_a_conversation_may_lose_anew() -> None:
+    result = score(planted_case("history", seed=seed) for seed in (12, 25, 51, 129))
+    assert result.wrong == []
 
 
 def test_a_finding_that_costs_nothing_any_more_is_over() -> None:
