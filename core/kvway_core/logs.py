@@ -6,11 +6,14 @@ whatever a client sent. No prompt text is logged at any level.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import sys
-from typing import Literal
+from typing import Literal, TextIO, cast
 
 import structlog
+from typing_extensions import override
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
@@ -21,7 +24,9 @@ FORMATS: tuple[Format, ...] = ("auto", "json", "text")
 def setup(level: str = "info", *, json: bool | Literal["auto"] = "auto") -> None:
     """Sets logging up for the whole process; call it once, at start.
 
-    What libraries log through the standard library comes out in the same form, from warnings on.
+    What libraries log through the standard library comes out in the same form, from warnings on. A
+    line that cannot be written, because the disk is full or nobody reads the pipe any more, is
+    lost: a program that serves goes on without its log.
 
     Args:
         level: One of `LEVELS`; less severe events cost almost nothing.
@@ -33,6 +38,7 @@ def setup(level: str = "info", *, json: bool | Literal["auto"] = "auto") -> None
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     as_json = not sys.stderr.isatty() if json == "auto" else json
+    stderr = cast(TextIO, _Stderr())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -58,10 +64,10 @@ def setup(level: str = "info", *, json: bool | Literal["auto"] = "auto") -> None
     structlog.configure(
         processors=[*shared, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=stderr),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
@@ -69,6 +75,21 @@ def setup(level: str = "info", *, json: bool | Literal["auto"] = "auto") -> None
         )
     )
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+
+
+class _Stderr(io.TextIOBase):
+    """The process's stderr, to which writing never fails."""
+
+    @override
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            return sys.stderr.write(text)
+        return len(text)
+
+    @override
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
 
 
 def _escape_event(

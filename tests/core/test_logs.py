@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +75,16 @@ def test_a_traceback_tells_nothing_of_what_variables_held(*, json: bool) -> None
 def test_the_level_is_the_least_severe_event_logged() -> None:
     lines = [json.loads(line)["level"] for line in run("error", json=True)]
     assert lines == ["warning", "error", "error"]
+
+
+@pytest.mark.parametrize("json", [True, False])
+def test_what_cannot_be_written_is_lost_and_ends_nothing(*, json: bool) -> None:
+    """A full disk; a pipe without a reader fails the same way, with another number."""
+    code = PROGRAM.format(level="debug", json=json, path=STRANGE) + "print('went on')"
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, check=True)
+    assert done.stdout == b"went on\n"
 
 
 def test_an_unknown_level_is_refused() -> None:

@@ -117,7 +117,11 @@ class Cluster:
         )
 
     async def router(
-        self, *workers: Process, args: tuple[str, ...] = (), urls: tuple[str, ...] = ()
+        self,
+        *workers: Process,
+        args: tuple[str, ...] = (),
+        urls: tuple[str, ...] = (),
+        prefix: tuple[str, ...] = (),
     ) -> Process:
         """Start a router in front of these workers and URLs and wait until it sees all of them."""
         urls = (*(worker.ready["url"] for worker in workers), *urls)
@@ -126,6 +130,7 @@ class Cluster:
             "router",
             *("router", "--model", str(self.model), "--served-model-name", "tiny"),
             *("--port", "0", "--admin-port", "0", *replicas, *args),
+            prefix=prefix,
         )
         await self.replicas_ready(router, len(urls))
         return router
