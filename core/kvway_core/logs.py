@@ -38,7 +38,7 @@ def setup(level: str = "info", *, json: bool | Literal["auto"] = "auto") -> None
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(LEVELS)}, got {level!r}")
     as_json = not sys.stderr.isatty() if json == "auto" else json
-    stderr = cast(TextIO, _Stderr())
+    stderr = cast("TextIO", _Stderr())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
