@@ -1,9 +1,9 @@
-"""Phases 4 to 6 of a request: charged to one replica, sent there, and its answer relayed.
+"""Phases 4 and 5 of a request: charged to one replica, sent there, its answer awaited.
 
     charge    the work counts, and the blocks are expected, before anything else runs on the loop
     attempt   the answer is held back: a whole one to its end (up to `HOLD_BYTES`), a stream to its
               first content (`HOLD_S` at most). What fails until then costs the client nothing
-    relay     bytes as they come, at the client's pace
+    relay     `relay.py`
 
 A replica is alive while tokens come, not while its socket is open: a frozen process still takes
 connections, and comments keep a stream open without saying anything.
@@ -17,13 +17,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-from multidict import CIMultiDict
-
 from kvway_core.errors import (
     FirstTokenTimeout,
     ReplicaFailed,
     ReplicaRejected,
-    TokenTimeout,
 )
 from kvway_router.aborts import Aborts
 from kvway_router.call import Call, Downstream
@@ -34,10 +31,11 @@ from kvway_router.cut import Cut, Watch
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Ledger
-from kvway_router.passing import Passing, WholeEvents, opening
+from kvway_router.passing import Passing, opening
 from kvway_router.policy import Candidate
 from kvway_router.proxy import ReplicaAnswer, ReplicaClient, request_headers
 from kvway_router.reading import Reading, ReadRequest
+from kvway_router.relay import Relay, WholeAnswer
 from kvway_router.replicas import ReplicaSet
 from kvway_router.rests import ExpectedBlocks, RestReader
 from kvway_router.trips import Trip
@@ -48,20 +46,8 @@ HOLD_STREAM_BYTES: Final = 64 * 1024
 HOLD_S: Final = 10.0
 """Longest that a stream is held back whose first content does not come."""
 
-SLOW_CLIENT_S: Final = 0.01
-"""A client that needs longer to take a chunk is waited for: that time says nothing of steps."""
-
 _REJECTED: Final = frozenset({429, 502, 503})
 _FAILED: Final = frozenset({500, 504})
-
-
-@dataclass(frozen=True, slots=True)
-class WholeAnswer:
-    """An answer that is worth a try elsewhere, kept in case there is nobody else."""
-
-    status: int
-    headers: CIMultiDict[str]
-    body: bytes
 
 
 class Rejected(ReplicaRejected):
@@ -164,19 +150,27 @@ class Attempts:
                 self._expected(reading, choice, charge=charge, trip=trip) as expected,
                 sent as body,
             ):
+                limit_s = choice.first_token_limit_s(most_s=self._limits.first_token_s)
                 if request.stream:
-                    limit_s = choice.first_token_limit_s(most_s=self._limits.first_token_s)
-                    watch.expect(
-                        limit_s,
-                        FirstTokenTimeout(f"The replica said nothing for {limit_s:.3g} s."),
-                    )
+                    late = FirstTokenTimeout(f"The replica said nothing for {limit_s:.3g} s.")
+                    watch.expect(limit_s, late)
                 url = replica.url + call.route.value
                 async with self._client.attempt(url, headers=headers, body=body) as answer:
                     held, passing = await self._hold(answer)
                     place.has_answered()
                     if answer.status == 200 and not self._replicas.tells_ranks(replica_id):
                         expected.confirm()
-                    await self._relay(answer, held, passing, downstream, charge, watch, trip=trip)
+                    relay = Relay(
+                        answer,
+                        passing,
+                        downstream,
+                        charge,
+                        watch,
+                        token_s=self._limits.token_s,
+                        now=self._ledger.now,
+                        trip=trip,
+                    )
+                    await relay.run(held)
         is_told_of = request.num_prompts == 1 and answer.status == 200
         if is_told_of and not self._replicas.is_fed(replica_id):
             self._corrections.learn(listed, cached_tokens=trip.cached_tokens)
@@ -211,51 +205,6 @@ class Attempts:
                 ):
                     raise failure
         return bytes(held), passing
-
-    async def _relay(
-        self,
-        answer: ReplicaAnswer,
-        held: bytes,
-        passing: Passing,
-        downstream: Downstream,
-        charge: Charge,
-        watch: Watch,
-        *,
-        trip: Trip,
-    ) -> None:
-        trip.answered(answer.status, is_event_stream=answer.is_event_stream)
-        silent = TokenTimeout(f"The replica sent no token for {self._limits.token_s:g} s.")
-        watch.rest()
-        await downstream.start(answer.status, _answer_headers(answer.headers, trip))
-        silent_s = self._ledger.now() + self._limits.token_s
-        is_first, chunk, events = True, held, WholeEvents()
-        while chunk or (chunk := await answer.read_chunk()):
-            if passing.push(chunk):
-                charge.token()
-                if is_first and chunk is not held:
-                    trip.first_data()
-                is_first = False
-                silent_s = self._ledger.now() + self._limits.token_s
-            watch.rest()  # how long a client may take is for its side to say
-            sent_s = self._ledger.now()
-            if answer.is_event_stream:
-                chunk = events.push(chunk)
-            if chunk:
-                await downstream.write(chunk)
-            now = self._ledger.now()
-            if now - sent_s > SLOW_CLIENT_S:
-                charge.pause()
-                silent_s += now - sent_s
-            if answer.is_event_stream:
-                watch.expect(silent_s - now, silent)
-            chunk = b""
-        failure = passing.failure()
-        if failure is not None:
-            raise failure
-        if events.rest():
-            await downstream.write(events.rest())
-        await downstream.end()
-        trip.done(cached_tokens=passing.cached_tokens())
 
     @contextmanager
     def _expected(
@@ -309,17 +258,6 @@ class Attempts:
         )
 
 
-async def pass_on(answer: WholeAnswer, downstream: Downstream, *, trip: Trip) -> None:
-    """Gives the client a replica's own error, unchanged, as there is nobody else to ask."""
-    trip.answered(answer.status, is_event_stream=False)
-    headers = _answer_headers(answer.headers, trip)
-    if answer.status == 503:
-        headers.setdefault("Retry-After", "1")
-    await downstream.start(answer.status, headers)
-    await downstream.write(answer.body)
-    await downstream.end()
-
-
 def _seconds(text: str) -> float | None:
     """Reads a Retry-After in seconds; one that is a date is not."""
     is_number = text.isascii() and text.isdigit() and len(text) < 10
@@ -329,10 +267,3 @@ def _seconds(text: str) -> float | None:
 async def _whole(answer: ReplicaAnswer, *, begun: bytes = b"") -> WholeAnswer:
     body = begun + await answer.read(limit_bytes=HOLD_BYTES)
     return WholeAnswer(answer.status, answer.headers, body)
-
-
-def _answer_headers(headers: CIMultiDict[str], trip: Trip) -> CIMultiDict[str]:
-    """Returns the replica's headers with the router's own in place of any of the same name."""
-    merged = headers.copy()
-    merged.update(trip.headers)
-    return merged

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from kvway_core.errors import ConnectFailed, ReplicaError
+from kvway_core.errors import ConnectFailed, ReplicaError, ReplicaFailed
 from kvway_router.ledger import Ledger
 from kvway_router.replicas import ReplicaSet
 from kvway_router.retry import is_neutral
@@ -50,6 +50,8 @@ class Blame:
             return
         if isinstance(error, ConnectFailed):
             return  # it is out of the choice by its state
+        if isinstance(error, ReplicaFailed) and error.is_clients:
+            return
         self._ledger.failed(replica_id)
         if not is_neutral(error):
             self._failed.append((replica_id, self._ledger.now()))

@@ -7,7 +7,7 @@
                5 attempt   send it, wait for the first content      attempts.py, proxy.py
                    |           failed before the client saw a byte?
                    |           take 4 back, and choose (3) again if that is allowed: retry.py
-               6 relay     bytes as they come, at the client's pace attempts.py
+               6 relay     bytes as they come, at the client's pace relay.py
     client <-- 7 settle    on every path, once: release, record, count, one line of log
 
 The end of 2, 3 and 4 are one step of the event loop without an await: two requests that arrive
@@ -35,7 +35,7 @@ from kvway_core.errors import (
     RequestCrashedReplica,
 )
 from kvway_router.admission import Admission
-from kvway_router.attempts import Attempts, Failed, Rejected, pass_on
+from kvway_router.attempts import Attempts, Failed, Rejected
 from kvway_router.blame import Blame
 from kvway_router.call import Call, Downstream
 from kvway_router.chooser import Choice, Chooser
@@ -43,6 +43,7 @@ from kvway_router.cut import Watch
 from kvway_router.intake import Intake
 from kvway_router.ledger import Ledger
 from kvway_router.reading import STICKY_HEADER, Reading
+from kvway_router.relay import pass_on
 from kvway_router.replicas import ReplicaSet
 from kvway_router.retry import Quarantine, Retries, RetryBudget
 from kvway_router.running import RunningRequests
@@ -145,6 +146,7 @@ class Dispatcher:
                     trip.attempt_failed(exc)
                     blame.failed(replica_id, exc)
                     if downstream.started:
+                        self._replicas.look_at(replica_id)
                         raise
                     failure = exc
                 else:

@@ -245,6 +245,12 @@ class ReplicaSet:
         """Takes in what a request that has ended says of its replica."""
         self.rotation.record(replica_id, outcome, ready=self.ready())
 
+    def look_at(self, replica_id: str) -> None:
+        """Has a replica looked at now instead of at the next interval."""
+        member = self._members.get(replica_id)
+        if member is not None:
+            member.look_now.set()
+
     async def report_failure(self, replica_id: str, error: ReplicaError) -> bool:
         """Takes in that a request failed at a replica.
 

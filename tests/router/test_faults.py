@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvway_core.testing.fake_replica import Answer, FakeReplica
-from kvway_router import attempts
+from kvway_router import attempts, relay
 from kvway_router.rotation import FAILURES_IN_A_ROW, Outcome
 from tests.router.conftest import MODEL, Bench, StartBench, chat_body
 from tests.router.test_dispatch import broken_stream, last_event, until_idle
@@ -89,6 +89,14 @@ async def test_a_stream_that_is_silent_between_two_tokens_ends_with_an_error_eve
     await replica.wait_for(lambda: replica.num_disconnected == 1)
 
 
+async def test_one_that_breaks_in_a_stream_is_looked_at_at_once(start_bench: StartBench) -> None:
+    bench = await start_bench(1, probe_interval_s=3600.0)
+    bench.replica.answer = Answer(break_after_pieces=1)
+    seen = bench.replica.probes["/load"]
+    await broken_stream(bench)
+    await bench.replica.wait_for(lambda: bench.replica.probes["/load"] > seen)
+
+
 async def test_comments_are_no_sign_of_life(start_bench: StartBench) -> None:
     bench = await start_bench(1, first_token_timeout_s=0.2)
 
@@ -153,6 +161,7 @@ async def test_an_error_that_is_the_clients_is_not_taken_elsewhere(
     assert received == REFUSAL + DONE
     assert num_requests(bench) == 1
     assert (await last_record(bench)).finish == "failed"
+    assert failing_s(bench) == [0.0, 0.0]
 
 
 async def test_a_stream_is_not_held_back_for_ever(
@@ -164,6 +173,20 @@ async def test_a_stream_is_not_held_back_for_ever(
     url = bench.api("/v1/chat/completions")
     async with bench.client.post(url, json=chat_body("hi", stream=True)) as response:
         assert await response.content.readany(), "it has begun without content"
+        bench.replica.release()
+        assert (await response.content.read()).endswith(DONE)
+
+
+async def test_a_first_token_has_its_own_time_also_once_the_stream_has_begun(
+    start_bench: StartBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attempts, "HOLD_S", 0.01)
+    bench = await start_bench(1, token_timeout_s=0.05, first_token_timeout_s=20.0)
+    bench.replica.answer = Answer(pieces=("", "late"), hold_after_pieces=1)
+    url = bench.api("/v1/chat/completions")
+    async with bench.client.post(url, json=chat_body("hi", stream=True)) as response:
+        await response.content.readany()
+        await asyncio.sleep(0.15)  # longer than between two tokens
         bench.replica.release()
         assert (await response.content.read()).endswith(DONE)
 
@@ -479,7 +502,7 @@ async def test_a_slow_client_teaches_no_steps(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time in which a client does not read is not the replica's."""
-    monkeypatch.setattr(attempts, "SLOW_CLIENT_S", -1.0)
+    monkeypatch.setattr(relay, "SLOW_CLIENT_S", -1.0)
     bench.replica.pages["/load"] = (200, bench.replica.load(decode_step_s=0.0))
     seen = bench.replica.probes["/load"]
     await bench.replica.wait_for(lambda: bench.replica.probes["/load"] > seen + 1)
