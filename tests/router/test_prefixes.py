@@ -66,6 +66,13 @@ def test_clean_traffic_is_left_alone(name: str) -> None:
     assert result.looks > 30
 
 
+def test_what_another_order_costs_is_followed_to_its_end() -> None:
+    for seed in (10, 127, 166, 179):  # tools, their parameters, an object
+        case = planted_case("key_order", seed=seed)
+        ((finding,), _) = found(list(case.requests))
+        assert finding.hit_rate_if_moved > 0.8, case.name
+
+
 def test_cases_are_the_same_every_time() -> None:
     assert planted_case("uuid", seed=1) == planted_case("uuid", seed=1)
     assert planted_case("uuid", seed=1) != planted_case("uuid", seed=2)

@@ -107,6 +107,7 @@ def test_another_order_is_seen_and_the_same_order_is_not() -> None:
         ("ts=1764524285.123 ", "ts=1764524301.999 ", Kind.EPOCH),
         ("ts=1764524285123 ", "ts=1764524301999 ", Kind.EPOCH),
         ("id 1764524285 ", "id 9964524301 ", Kind.NUMERIC_ID),
+        ("id 1464524285 ", "id 2164524301 ", Kind.NUMERIC_ID),  # 22 years apart
         ("Today is 2026-11-30.", "Today is 2026-12-01.", Kind.DATE),
         ("Today is November 30, 2026.", "Today is May 1, 2027.", Kind.DATE),
         ("Today is Monday.", "Today is Friday.", Kind.DATE),

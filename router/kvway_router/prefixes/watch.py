@@ -34,7 +34,7 @@ from kvway_router.trips import Trip
 CPU_SHARE: Final = 0.015
 """Of the process's CPU time, what the thread may take."""
 
-BURST_S: Final = 0.1
+BURST_S: Final = 0.05
 """CPU time it may take before that: a router that just began has something to show at once."""
 
 INTERVAL_S: Final = 0.25
