@@ -102,6 +102,16 @@ def test_an_exported_conversation_is_read_along_its_last_branch(tmp_path: Path) 
     assert texts == [["hello"], ["hello", "second try", "more"]]
 
 
+def test_an_export_that_goes_in_a_circle_ends(tmp_path: Path) -> None:
+    message = {"author": {"role": "user"}, "content": {"parts": ["hello"]}}
+    tree = {"1": {"parent": "2", "message": message}, "2": {"parent": "1", "message": None}}
+    path = tmp_path / "export.json"
+    path.write_text(json.dumps({"mapping": tree, "current_node": "1"}))
+    (found,) = read_requests(path)
+    assert isinstance(found, Logged)
+    assert found.body["messages"] == [{"role": "user", "content": "hello"}]
+
+
 def test_a_har_holds_requests_among_others(tmp_path: Path) -> None:
     posted = {"request": {"method": "POST", "postData": {"text": json.dumps(BODY)}}}
     image = {"request": {"method": "GET", "url": "https://shop.example/a.png"}}
@@ -216,9 +226,9 @@ def test_the_hint_moves_what_varies_behind_what_does_not(
 
 def test_a_picture_shows_each_block() -> None:
     prompt = SeenPrompt("line 1", "m", b"x" * 1280, (), 320, 64)
-    loss = Loss(Kind.DATE, begin=260, end=270, resumes=320, until=960, lost_bytes=640)
+    loss = Loss(Kind.DATE, begin=260, end=270, resumes=448, until=960, lost_bytes=512)
     shown = picture(prompt, [loss], 16)
-    assert shown == "████▼" + "░" * 10 + "·" * 5 + "  line 1: 320 tokens"
+    assert shown == "████▼··" + "░" * 8 + "·" * 5 + "  line 1: 320 tokens"
 
 
 def test_a_long_picture_is_drawn_smaller() -> None:
