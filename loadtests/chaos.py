@@ -11,7 +11,8 @@ is mended, and the books of clients, router and workers must agree:
     leaked_inflight          what router or workers still count when all have ended
 
 A request that was at two workers when each was lost is not sent to a third one, as it may be what
-kills them; these are counted apart, and must have had two to lose.
+kills them; one whose connection hangs while the worker is well is ended after its time, as the
+worker may still be at it. These are counted apart, and workers must have been hurt for them.
 
 The exit code is 1 if a promise is broken. The seed draws requests and faults again; how they meet
 is up to the machine.

@@ -26,6 +26,9 @@ FOUND_S: Final = 5.0
 TWO_LOSSES: Final = "request_crashed_replica"
 """Why a request is ended that was at two workers when each was lost: it may be what marks them."""
 
+SILENT: Final = "first_token_timeout"
+"""Why a request is ended that a replica may still be at work on: it said nothing, but is there."""
+
 
 class Text(StrEnum):
     """What an answer is, held against the one right answer."""
@@ -99,7 +102,7 @@ def disagreements(outcomes: Sequence[Outcome], books: Books, marks: Sequence[Mar
     return [
         *_between_client_and_router(outcomes, books),
         *_between_client_and_workers(outcomes, books, marks),
-        *_without_two_losses(outcomes, marks),
+        *_without_reason(outcomes, marks),
     ]
 
 
@@ -148,8 +151,9 @@ def _lost_line(outcome: Outcome, marks: Iterable[Mark]) -> bool:
     )
 
 
-def _without_two_losses(outcomes: Sequence[Outcome], marks: Sequence[Mark]) -> Iterable[str]:
-    """Names the requests that were ended for two losses where no two workers were hurt."""
+def _without_reason(outcomes: Sequence[Outcome], marks: Sequence[Mark]) -> Iterable[str]:
+    """Names the requests that were ended for lost or silent workers where none were hurt."""
+    needed = {TWO_LOSSES: 2, SILENT: 1}
     for outcome in outcomes:
         hurt = {
             mark.worker
@@ -158,8 +162,8 @@ def _without_two_losses(outcomes: Sequence[Outcome], marks: Sequence[Mark]) -> I
             and mark.began_s < outcome.ended_s
             and mark.ended_s > outcome.sent_s - FOUND_S
         }
-        if outcome.detail == TWO_LOSSES and len(hurt) < 2:
-            yield f"{outcome.router_id} was ended for two losses, but {len(hurt)} were hurt"
+        if len(hurt) < needed.get(outcome.detail, 0):
+            yield f"{outcome.router_id} ended with {outcome.detail}, but {len(hurt)} were hurt"
 
 
 def figures(
@@ -172,7 +176,8 @@ def figures(
         outcome.ending is Ending.DONE and len(outcome.text) < outcome.request.max_tokens
         for outcome in outcomes
     )
-    twice = sum(outcome.detail == TWO_LOSSES for outcome in outcomes)
+    failed = Counter(o.detail for o in outcomes if o.ending is Ending.FAILED)
+    twice, silent = failed[TWO_LOSSES], failed[SILENT]
     attempts = sum(line.get("attempts", 0) for line in books.router)
     return {
         "requests": len(outcomes),
@@ -182,8 +187,10 @@ def figures(
         "refused_pct": round(100 * endings[Ending.REFUSED] / max(1, len(outcomes)), 2),
         "left": endings[Ending.LEFT],
         "ended_after_two_losses": twice,
+        "ended_for_silence": silent,
+        "ended_for_silence_pct": round(100 * silent / max(1, len(outcomes)), 2),
         "ended_after_two_losses_pct": round(100 * twice / max(1, len(outcomes)), 2),
-        "lost_before_first_byte": endings[Ending.LOST] + endings[Ending.FAILED] - twice,
+        "lost_before_first_byte": endings[Ending.LOST] + failed.total() - twice - silent,
         "without_terminal_state": endings[Ending.UNCLEAR],
         "crossed": texts[Text.CROSSED],
         "duplicated": texts[Text.DUPLICATED],
@@ -206,6 +213,7 @@ PROMISES: Final = {
     "ledger_disagreements": 0,
     "exceptions_logged": 0,
     "ended_after_two_losses_pct": 2.0,
+    "ended_for_silence_pct": 2.0,
     "refused_pct": 2.0,
     "attempts_per_request": 1.1,
 }

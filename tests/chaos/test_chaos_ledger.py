@@ -13,6 +13,7 @@ from loadtests.chaos_clients import Ending, Outcome, Request, plan
 from loadtests.chaos_faults import Kind, Mark
 from loadtests.chaos_ledger import (
     PROMISES,
+    SILENT,
     TWO_LOSSES,
     Books,
     Text,
@@ -180,11 +181,22 @@ def test_a_request_ended_for_two_losses_must_have_had_two_to_lose() -> None:
     metrics = figures([ended], agreeing, [kill("a:1", 1.0), kill("b:1", 3.0)], leaked=0)
     assert metrics["lost_before_first_byte"] == metrics["ledger_disagreements"] == 0
     assert metrics["ended_after_two_losses"] == 1
+    assert metrics["ended_for_silence"] == 0
     assert broken(metrics) == ["ended_after_two_losses_pct is 100.0, at most 2.0 was promised"]
     feed = Mark(Kind.FEED, "b", "b:1", "", 3.0, 4.0)
     for marks in ([kill("a:1", 1.0), feed], [kill("a:1", 1.0), kill("a:1", 2.0)]):
         (found,) = disagreements([ended], agreeing, marks)
         assert "1 were hurt" in found
+
+
+def test_a_request_ended_for_silence_must_have_met_a_hurt_worker() -> None:
+    ended = replace(DONE, ending=Ending.FAILED, status=504, detail=SILENT)
+    agreeing = books(router=[ROUTER_LINE | {"finish": "failed", "status": 504}], workers=[])
+    metrics = figures([ended], agreeing, [kill("a:1", 1.0)], leaked=0)
+    assert metrics["lost_before_first_byte"] == metrics["ledger_disagreements"] == 0
+    assert broken(metrics) == ["ended_for_silence_pct is 100.0, at most 2.0 was promised"]
+    (found,) = disagreements([ended], agreeing, [])
+    assert "0 were hurt" in found
 
 
 def test_logs_are_read_line_by_line() -> None:
