@@ -180,3 +180,5 @@ def test_messages_are_located_as_templates_write_them() -> None:
     prompt = SeenPrompt("1", "m", data, parts, 9, 0, has_tools=True)
     assert prompt.place(data.index(b"t\xc3\xa9")) == (1, "user", 1)
     assert prompt.place(1) == (None, "tools", 1)
+    assert SeenPrompt("1", "m", data, parts, 9, 0).place(1) == (None, "template", 1)
+    assert SeenPrompt("1", "m", data, (), 9, 0).place(4) == (None, "prompt", 4)

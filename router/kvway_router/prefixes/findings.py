@@ -68,7 +68,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         kind: What varies.
         what: The same in words.
         namespace: Whose prompts.
-        role: Of the message it is in; "tools" or "template" between messages.
+        role: Of the message it is in; "tools", "template" or "prompt" where it is in none.
         message: Number of that message, None between messages.
         char: Characters of the message in front of it.
         token: Tokens of the prompt in front of it.

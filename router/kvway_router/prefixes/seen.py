@@ -34,6 +34,7 @@ _NO_ANCHORS: Final = (np.empty(0, np.uint64), np.empty(0, np.int64))
 
 TOOLS: Final = "tools"
 TEMPLATE: Final = "template"
+PROMPT: Final = "prompt"
 
 
 class Part(NamedTuple):
@@ -48,8 +49,9 @@ class Part(NamedTuple):
 class Place(NamedTuple):
     """Where something is: which message, and how many characters into its content.
 
-    Between messages the role is "tools" if the request has tools, else "template"; the message is
-    None, and the characters count from the front of the prompt.
+    Between messages the role is "tools" if the request has tools, else "template", and of a prompt
+    without messages "prompt"; the message is None, and the characters count from the front of the
+    prompt.
     """
 
     message: int | None
@@ -115,7 +117,7 @@ class SeenPrompt:
             if part.begin <= at <= part.end:
                 chars = len(self.data[part.begin : at].decode("utf-8", "ignore"))
                 return Place(part.message, part.role, chars)
-        role = TOOLS if self.has_tools else TEMPLATE
+        role = TOOLS if self.has_tools else TEMPLATE if self.parts else PROMPT
         return Place(None, role, len(self.data[:at].decode("utf-8", "ignore")))
 
 
