@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade chaos prefix-report
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade chaos prefix-report fuzz
 
 help: ## Show what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -76,3 +76,6 @@ bench-tokenize: setup ## Measure tokenizing, whole and piece by piece; ARGS="--r
 
 prefix-report: setup ## Measure how well prefix killers are found; ARGS="--cases 400" for more
 	@$(BIN)/python -m loadtests.prefix_report $(ARGS)
+
+fuzz: setup ## Send junk to router and worker; ARGS="--minutes 60" for long
+	@$(BIN)/python -m loadtests.fuzz $(ARGS)
