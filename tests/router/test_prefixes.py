@@ -168,7 +168,7 @@ def test_what_another_replica_holds_is_no_loss() -> None:
 
 def test_namespaces_share_nothing() -> None:
     # What each prompt of "a" has behind its value, one of "b" had, and no other of "a".
-    bodies = []
+    bodies: list[dict[str, Any]] = []
     for n in range(9):
         text = " ".join(random.Random(n).sample(STABLE.split(), 200))
         for model in ("b", "a"):
