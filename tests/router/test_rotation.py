@@ -144,6 +144,7 @@ def test_the_only_one_is_never_taken_out_nor_more_than_half() -> None:
     alone = World(["a"])
     alone.record("a", *[BAD] * 50)
     assert alone.admitted() == "a"
+    assert alone.rotation.num_ejections == 0
     world = World(FOUR)
     for name in "abc":
         world.record(name, *[BAD] * 9)
