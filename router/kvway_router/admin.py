@@ -1,11 +1,11 @@
-"""The admin listener: what was decided and why, who the replicas are, and the page.
+"""The admin listener: what was decided and why, and who the replicas are.
 
-It is a listener of its own, so that no path on the API listener leads here.
+It is a listener of its own, so that no path on the API listener leads here. The page is
+in `admin_views.py`.
 """
 
 from __future__ import annotations
 
-from importlib import resources
 from typing import Final
 
 import msgspec
@@ -18,21 +18,6 @@ from kvway_router.fleet import Fleet
 from kvway_router.prefixes.watch import PrefixWatch
 
 _DEFAULT_LIMIT: Final = 50
-_PAGE_FILES: Final = {
-    "/": ("index.html", "text/html"),
-    "/app.js": ("app.js", "text/javascript"),
-    "/style.css": ("style.css", "text/css"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-_PAGE_HEADERS: Final = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
 class DecisionList(msgspec.Struct, frozen=True):
@@ -45,15 +30,10 @@ class AdminHandlers:
     """The routes that only the admin listener has."""
 
     def __init__(self, *, decisions: DecisionStore, fleet: Fleet, prefixes: PrefixWatch) -> None:
-        """Takes what is shown, and reads the files of the page."""
+        """Takes what is shown."""
         self._decisions = decisions
         self._fleet = fleet
         self._prefixes = prefixes
-        folder = resources.files("kvway_router") / "ui"
-        self._page = {
-            path: ((folder / name).read_bytes(), content_type)
-            for path, (name, content_type) in _PAGE_FILES.items()
-        }
 
     def routes(self) -> list[web.RouteDef]:
         """Returns the routes."""
@@ -62,7 +42,6 @@ class AdminHandlers:
             web.get("/admin/decisions/{id}", self.decision),
             web.get("/admin/replicas", self.replicas),
             web.get("/admin/prefixes", self.prefixes),
-            *(web.get(path, self.page) for path in _PAGE_FILES),
         ]
 
     async def list_decisions(self, request: web.Request) -> web.Response:
@@ -87,10 +66,3 @@ class AdminHandlers:
     async def prefixes(self, _request: web.Request) -> web.Response:
         """``GET /admin/prefixes``."""
         return json_response(msgspec.json.encode(self._prefixes.report))
-
-    async def page(self, request: web.Request) -> web.Response:
-        """``GET /`` and the files of the page."""
-        body, content_type = self._page[request.path]
-        return web.Response(
-            body=body, content_type=content_type, charset="utf-8", headers=_PAGE_HEADERS
-        )

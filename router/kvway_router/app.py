@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Final, Self
+from typing import Self
 
 import structlog
 from aiohttp import web
@@ -21,6 +21,7 @@ from kvway_core.prompts import PromptEncoder
 from kvway_core.web import HttpLimits, make_runner, new_app
 from kvway_router.aborts import Aborts
 from kvway_router.admin import AdminHandlers
+from kvway_router.admin_views import MAX_BODY_BYTES, AdminViews
 from kvway_router.admission import Admission
 from kvway_router.attempts import Attempts, Limits
 from kvway_router.chooser import Chooser
@@ -32,22 +33,23 @@ from kvway_router.feed_source import EventsOption
 from kvway_router.fleet import Fleet, Traffic
 from kvway_router.handlers import ApiHandlers, add_request_id
 from kvway_router.index import BlockIndex
+from kvway_router.insight import Insight
 from kvway_router.intake import Intake
 from kvway_router.ledger import Ledger
 from kvway_router.metrics import FleetCollector, RouterMetrics
+from kvway_router.playground import Playground
 from kvway_router.policies.registry import POLICIES, first_state
 from kvway_router.policy import PolicyParams
 from kvway_router.prefixes.watch import PrefixCollector, PrefixWatch
 from kvway_router.proxy import ReplicaClient
 from kvway_router.reading import ReaderPool, ServedModel
+from kvway_router.recent import RecentPrompts
 from kvway_router.replica import ReplicaOptions
 from kvway_router.replicas import ReplicaSet
 from kvway_router.rests import RestReader
 from kvway_router.settings import RouterSettings
 from kvway_router.snapshot_keeper import SnapshotKeeper
 from kvway_router.trips import Trip, TripLog
-
-_MAX_ADMIN_BODY_BYTES: Final = 1024
 
 _log = structlog.get_logger(__name__)
 
@@ -149,9 +151,30 @@ class Router:
             lambda text: len(encoder.encode_text(text, add_special_tokens=False)), clock=clock
         )
 
+        recent = RecentPrompts()
+        self.insight = Insight(
+            fleet=fleet,
+            index=index,
+            recent=recent,
+            admission=self.admission,
+            clock=clock,
+            block_size=settings.block_size,
+        )
+
         def ended(trip: Trip) -> None:
             metrics.observe(trip)
+            self.insight.ended(trip)
             self._prefixes.offer(trip)
+
+        chooser = Chooser(
+            policy,
+            first_state(policy, seed=secrets.randbits(64)),
+            params,
+            replicas=self.replicas,
+            index=index,
+            ledger=ledger,
+            block_size=settings.block_size,
+        )
 
         self.dispatcher = Dispatcher(
             intake=Intake(
@@ -164,15 +187,7 @@ class Router:
                 timeout_s=settings.tokenize_timeout_s,
             ),
             admission=self.admission,
-            chooser=Chooser(
-                policy,
-                first_state(policy, seed=secrets.randbits(64)),
-                params,
-                replicas=self.replicas,
-                index=index,
-                ledger=ledger,
-                block_size=settings.block_size,
-            ),
+            chooser=chooser,
             attempts=Attempts(
                 replicas=self.replicas,
                 index=index,
@@ -188,7 +203,13 @@ class Router:
             ),
             replicas=self.replicas,
             ledger=ledger,
-            trips=TripLog(decisions=self.decisions, traffic=traffic, observe=ended, clock=clock),
+            trips=TripLog(
+                decisions=self.decisions,
+                traffic=traffic,
+                recent=recent,
+                observe=ended,
+                clock=clock,
+            ),
             block_size=settings.block_size,
             max_attempts=settings.max_attempts,
             timeout_s=settings.request_timeout_s,
@@ -217,8 +238,19 @@ class Router:
         self._api = _runner(api.routes(), settings.http_limits)
         self._api.app.on_response_prepare.append(api.close_if_leaving)
         admin = AdminHandlers(decisions=self.decisions, fleet=fleet, prefixes=self._prefixes)
+        views = AdminViews(
+            insight=self.insight,
+            playground=Playground(
+                model=model,
+                readers=self.readers,
+                chooser=chooser,
+                max_model_len=self.max_model_len,
+            ),
+            api=api,
+        )
         self._admin = _runner(
-            [*admin.routes(), *api.probes()], HttpLimits(max_body_bytes=_MAX_ADMIN_BODY_BYTES)
+            [*admin.routes(), *views.routes(), *api.probes()],
+            HttpLimits(max_body_bytes=MAX_BODY_BYTES),
         )
         self._open = AsyncExitStack()
         self.addresses = Addresses(api="", admin="")
@@ -262,6 +294,7 @@ class Router:
             self._prefixes.start()
             _ = self._supervisor.spawn("replicas", self.replicas.run())
             _ = self._supervisor.spawn("discovery", self._discovery.run())
+            _ = self._supervisor.spawn("insight", self.insight.run())
             self._open = opening.pop_all()
         return self
 

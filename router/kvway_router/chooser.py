@@ -80,6 +80,19 @@ class Chooser:
         Raises:
             NoReplicaAvailable: There is none.
         """
+        choice, self._state = self._choose(reading, tried=tried)
+        return choice
+
+    def preview(self, reading: Reading) -> Decision:
+        """Returns what `choose` would decide now, and changes nothing.
+
+        Raises:
+            NoReplicaAvailable: There is no replica.
+        """
+        choice, _ = self._choose(reading, tried=frozenset())
+        return choice.decision
+
+    def _choose(self, reading: Reading, *, tried: AbstractSet[str]) -> tuple[Choice, PolicyState]:
         request = reading.request  # a thread may publish more at any time
         prompt = Prompt(
             num_tokens=request.num_tokens,
@@ -100,9 +113,10 @@ class Chooser:
             now_s=self._ledger.now(),
             busy_share=self._ledger.busy_share,
         )
-        decision, self._state = decide(self._policy, situation, self._state)
+        decision, state = decide(self._policy, situation, self._state)
         load = next(load for load in situation.loads if load.replica_id == decision.replica_id)
-        return Choice(request, decision, is_rate_known=load.prefill_tokens_per_s is not None)
+        is_rate_known = load.prefill_tokens_per_s is not None
+        return Choice(request, decision, is_rate_known=is_rate_known), state
 
     def _too_small(self, reading: Reading) -> frozenset[str]:
         """Returns the replicas that say that their context is too short for the longest prompt.

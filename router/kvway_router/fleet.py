@@ -23,6 +23,7 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
         cached_tokens: How many it said.
         matched_tokens: How many the router's index had said.
         reachable_tokens: How many the index had said of the candidate that held the most.
+        ceiling_tokens: How many had been sent before, to whomever, or were cached all the same.
         streams: Answers that came as a stream from the first replica that was tried.
         predicted_ttft_s: Sum of their predicted times to first token, seconds.
         ttft_s: Sum of their real ones.
@@ -34,6 +35,7 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     matched_tokens: int = 0
     reachable_tokens: int = 0
+    ceiling_tokens: int = 0
     streams: int = 0
     predicted_ttft_s: float = 0.0
     ttft_s: float = 0.0
@@ -42,6 +44,12 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
     def plus(self, more: TokenCounts) -> TokenCounts:
         """Returns the sum of both."""
         return TokenCounts(**{name: getattr(self, name) + getattr(more, name) for name in _COUNTS})
+
+    def minus(self, before: TokenCounts) -> TokenCounts:
+        """Returns what was counted since `before`."""
+        return TokenCounts(
+            **{name: getattr(self, name) - getattr(before, name) for name in _COUNTS}
+        )
 
 
 _COUNTS: Final = TokenCounts.__struct_fields__
@@ -63,6 +71,7 @@ class Traffic:
         cached_tokens: int,
         matched_tokens: int,
         reachable_tokens: int,
+        ceiling_tokens: int,
     ) -> None:
         """Counts one answer."""
         self._add(
@@ -73,6 +82,7 @@ class Traffic:
                 cached_tokens=cached_tokens,
                 matched_tokens=matched_tokens,
                 reachable_tokens=reachable_tokens,
+                ceiling_tokens=ceiling_tokens,
             ),
         )
 

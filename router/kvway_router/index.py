@@ -149,6 +149,10 @@ class BlockIndex:
         holdings = self._roster.get(replica_id)
         return walking.last_uses(self._tree, holdings[Tier.DEVICE], hashes) if holdings else []
 
+    def parts(self) -> tuple[RunTree, Roster]:
+        """Returns the tree and the replicas in it, to be looked at and not changed."""
+        return self._tree, self._roster
+
     @property
     def size_bytes(self) -> int:
         """What all blocks, runs and books together are counted as: at least what they take.

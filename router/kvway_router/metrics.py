@@ -40,6 +40,10 @@ READ_BUCKETS_S: Final = (
 
 _COUNTED: Final = {
     "prompt_tokens": ("Prompt tokens of answers that told cached tokens.", "prompt_tokens"),
+    "ceiling_tokens": (
+        "Those of them that had been sent before, to whichever replica.",
+        "ceiling_tokens",
+    ),
     "reachable_tokens": (
         "Those of them that the candidate with the longest match held, by the index.",
         "reachable_tokens",

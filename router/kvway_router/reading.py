@@ -214,6 +214,11 @@ class Reading:
         return self._prompts[0].text if self._prompts else None
 
     @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens of the first prompt, as far as it was read; none before `parse`."""
+        return self._prompts[0].token_ids if self._prompts else ()
+
+    @property
     def next_key(self) -> int | None:
         """Names the beginning of the first prompt up to the piece that comes next."""
         return self.piece_keys[-1] if self.piece_keys and not self.front_done else None

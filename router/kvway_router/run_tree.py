@@ -95,6 +95,17 @@ class RunTree:
                 yield holding
             bits ^= lowest
 
+    def at(self, block_hash: int) -> Node:
+        """Returns the node that has a block.
+
+        Raises:
+            LookupError: Nobody holds it.
+        """
+        found = self._locator.find(block_hash)
+        if found is None:
+            raise LookupError("no node has this block")
+        return found[0]
+
     def nodes(self) -> Iterator[Node]:
         """Yields every node, each before those behind it."""
         waiting = [node for group in self.tops.values() for node in group.values()]

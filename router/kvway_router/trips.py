@@ -28,6 +28,7 @@ from kvway_router.decisions import (
 from kvway_router.fleet import Traffic
 from kvway_router.policy import Decision
 from kvway_router.reading import Reading, ReadRequest, Route
+from kvway_router.recent import RecentPrompts, SentPrompt
 from kvway_router.retry import Refusal
 
 REQUEST_FINISHED: Final = "request_finished"
@@ -269,6 +270,7 @@ class TripLog:
     Args:
         decisions: Where records go.
         traffic: Where tokens are counted.
+        recent: Told of every prompt that was answered.
         observe: Told of every request that has ended: the metrics.
         clock: Tells the time.
     """
@@ -278,12 +280,14 @@ class TripLog:
         *,
         decisions: DecisionStore,
         traffic: Traffic,
+        recent: RecentPrompts,
         observe: Callable[[Trip], None],
         clock: Clock,
     ) -> None:
         """Takes where the stories go."""
         self._decisions = decisions
         self._traffic = traffic
+        self._recent = recent
         self._observe = observe
         self._clock = clock
 
@@ -306,9 +310,11 @@ class TripLog:
             _log_line(trip)
 
     def _count_tokens(self, trip: Trip) -> None:
-        record = trip.record
-        if record is None or trip.finish != "done" or trip.status != 200:
+        record, request = trip.record, trip.request
+        if record is None or request is None or trip.finish != "done" or trip.status != 200:
             return
+        sent = SentPrompt(trip.request_id, record.replica_id, request.hashes)
+        known_tokens = self._recent.add(sent) * record.block_size
         # Of several prompts only the first is matched, while the replica reports all: the rates
         # could not be compared.
         is_known = trip.cached_tokens is not None and record.num_prompts == 1
@@ -318,6 +324,10 @@ class TripLog:
             cached_tokens=(trip.cached_tokens or 0) if is_known else 0,
             matched_tokens=record.matched_tokens if is_known else 0,
             reachable_tokens=record.reachable_tokens if is_known else 0,
+            # A replica may reuse parts of blocks, and answers as well as prompts.
+            ceiling_tokens=max(known_tokens, record.reachable_tokens, trip.cached_tokens or 0)
+            if is_known
+            else 0,
         )
         if trip.is_event_stream and trip.ttft_s is not None and len(record.attempts) == 1:
             self._traffic.add_ttft(
