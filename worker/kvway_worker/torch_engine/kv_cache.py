@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvway_core.errors import ConfigError
-from kvway_kernels.quant import DTYPES, BlockLayout, Quantised
+from kvway_core.sizing import KVDtype, KVSize
+from kvway_kernels.quant import DTYPES, SCALE_DTYPE, BlockLayout, Quantised
 from kvway_worker.settings import MAX_NUM_BLOCKS
 
 DEFAULT_KV_CACHE_BYTES = 2**30
@@ -44,10 +45,14 @@ class KVShape:
     @property
     def bytes_per_block(self) -> int:
         """Keys and values of one block over all layers, with their scales if they have any."""
-        per_layer = self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
-        if self.quantised is not None:
-            per_layer = self.quantised.block_bytes
-        return 2 * self.num_layers * per_layer
+        scale_bytes = 0 if self.quantised is None else SCALE_DTYPE.itemsize
+        return KVSize(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=KVDtype(self.dtype.itemsize, scale_bytes),
+            block_size=self.block_size,
+        ).bytes_per_block
 
 
 def kv_dtype_of(name: str, model_dtype: torch.dtype) -> tuple[torch.dtype, str]:
