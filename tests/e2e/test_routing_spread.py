@@ -42,19 +42,24 @@ async def test_many_users_of_one_short_system_prompt_spread(start_routers: Start
     assert max(counts) <= 14
 
 
-async def test_a_hot_prefix_comes_back_to_one_replica_when_the_burst_is_over(
+async def test_a_hot_prefix_spreads_with_its_burst_and_comes_back_to_one(
     start_routers: StartRouters,
 ) -> None:
-    """Some have it then; one after the other goes to a holder, and no other computes it."""
-    (bench,) = await start_routers(3)
+    """All have it then. One after the other goes to one of them; other prompts push the rest out."""
+    room = {"free": 400, "cached": 0, "total": 400}
+    (bench,) = await start_routers(3, load={"num_waiting": 0, "blocks": room})
     shared = words("shared", 3000)
-    await hold_all([bench], [chat(shared, words(f"own {n:03}", 300)) for n in range(2)])
-    holders = {replica.replica_id for replica in bench.replicas if replica.requests}
-    assert len(holders) < 3
-    for number in range(10):
+    await hold_all([bench], [chat(shared, words(f"own {n:03}", 300)) for n in range(24)])
+    assert all(replica.requests for replica in bench.replicas)
+    holders = []
+    for number in range(16):
         _, headers, _ = await bench.chat("", **chat(shared, words(f"later {number}", 300)))
-        assert headers["x-kvway-replica"] in holders
         assert headers["x-kvway-reason"].startswith("prefix")
+        candidates = (await bench.decision(headers))["candidates"]
+        holders.append(sum(one["matched_blocks"] * BLOCK >= 2800 for one in candidates))
+        for other in range(3):
+            await bench.chat(words(f"other {number} {other}", 1600))
+    assert (holders[0], holders[-1]) == (3, 1)
 
 
 async def test_a_burst_of_slow_prefills_spreads_before_any_header(
