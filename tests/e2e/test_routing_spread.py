@@ -45,7 +45,7 @@ async def test_many_users_of_one_short_system_prompt_spread(start_routers: Start
 async def test_a_hot_prefix_spreads_with_its_burst_and_comes_back_to_one(
     start_routers: StartRouters,
 ) -> None:
-    """All have it then. One after the other goes to one of them; other prompts push the rest out."""
+    """All have it then; later ones go to one of them, and other prompts push the others out."""
     room = {"free": 400, "cached": 0, "total": 400}
     (bench,) = await start_routers(3, load={"num_waiting": 0, "blocks": room})
     shared = words("shared", 3000)
