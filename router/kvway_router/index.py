@@ -7,11 +7,11 @@ its leading blocks each replica holds:
     prompt    h0 h1 h2 h3 h4 h5 h6 h7 h8 ...
 
     start --> [ h0 h1 h2 h3 ] --> [ h4 h5 h6 ] --> [ h7 h8 h9 ]
-    a          4 all       \\        3 all            2 of 3       holds 9 of the prompt's blocks
-    b          4 all        \\       1 of 3           -            5
-    c          2 of 4        \\      -                3 all        2   (its h7 waits for what is
-                              \\                                        between: an orphan)
-    d          4 all           `-> [ k4 k5 ]                       4
+    a          4 all      \         3 all            2 of 3       holds 9 of the prompt's blocks
+    b          4 all       \        1 of 3           -            5
+    c          2 of 4       \       -                3 all        2   (its h7 waits for what is
+                             \                                         between: an orphan)
+    d          4 all          `--> [ k4 k5 ]                       4
                                     2 all
     [ h20 h21 ]  waits for h19, which nobody has: an orphan of the tree
 

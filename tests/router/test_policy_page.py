@@ -1,4 +1,4 @@
-"""The page about routing: its worked example and its table of policies say what the code does."""
+"""The page about routing: its drawing, its example and its table of policies are what is done."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvway_router.index import BlockIndex
 from kvway_router.policies.base import ANY_POLICY
 from kvway_router.policies.registry import POLICIES
 from kvway_router.policy import Candidate, Prompt
+from kvway_router.runs import unpack
 from tests.router.policy_cases import PARAMS, choose, load
 
 PAGE = (Path(__file__).parents[2] / "docs" / "routing.md").read_text(encoding="utf-8")
@@ -61,6 +63,18 @@ def test_the_worked_example_is_what_the_policy_computes(
     assert decision.price_of_work == pytest.approx(price)
     assert decision.reason.value == reason
     assert decision.replica_id == f"{computed[number - 1][0][0]}:1"
+
+
+def test_the_drawing_of_the_index_is_what_the_index_has() -> None:
+    (rows,) = tables("holder")
+    runs = [0, 1, 2, 3], [4, 5, 6], [7, 8, 9], [104, 105]
+    index = BlockIndex()
+    for place, (parent, run) in enumerate(zip((None, 3, 6, 3), runs, strict=True), 1):
+        # Who has the most of a run first: the others have the beginning of the same one then.
+        for name, *counts in sorted(rows, key=lambda row: -int(row[place])):
+            index.store(name, parent, run[: int(counts[place - 1])])
+    assert index.match([*range(9)]) == {name: int(num) for name, *_, num in rows}
+    assert sorted(unpack(node.run) for node in index.parts()[0].nodes()) == list(runs)
 
 
 def test_constants_of_the_cost_are_those_of_the_code() -> None:
