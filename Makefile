@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade chaos prefix-report fuzz
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade chaos prefix-report dashboards test-alerts fuzz
 
 help: ## Show what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,14 @@ bench-cascade: setup ## Measure cascade attention; ARGS="--only grid" for parts,
 
 bench-tokenize: setup ## Measure tokenizing, whole and piece by piece; ARGS="--rounds 3" for less
 	@$(BIN)/python -m loadtests.bench_tokenize $(ARGS)
+
+dashboards: setup ## Write the Grafana dashboards anew
+	@$(BIN)/python -m monitoring.dashboards
+
+test-alerts: ## Test the Prometheus alerts; needs promtool (Debian: apt-get install prometheus)
+	promtool check rules monitoring/prometheus/alerts.yml
+	promtool check config monitoring/prometheus/prometheus.yml
+	promtool test rules monitoring/prometheus/alerts_test.yml
 
 prefix-report: setup ## Measure how well prefix killers are found; ARGS="--cases 400" for more
 	@$(BIN)/python -m loadtests.prefix_report $(ARGS)

@@ -18,7 +18,14 @@ from kvway_core.errors import ConfigError
 from kvway_core.model_shapes import ModelShape, read_shape
 from kvway_core.models import find_model
 from kvway_core.size_report import Sizes, Speeds, render, sizes_of
-from kvway_core.sizing import KV_DTYPES, Demand, KVSize, PrefillSpeed, Tier
+from kvway_core.sizing import (
+    ASSUMED_ATTENTION_TOKENS,
+    KV_DTYPES,
+    Demand,
+    KVSize,
+    PrefillSpeed,
+    Tier,
+)
 
 _MAX: Final = 2**40
 _GIB: Final = 2**30
@@ -62,6 +69,12 @@ class SizeOptions:
         " it there are no times and no break-evens",
         unit="tokens/s",
     )
+    attention_tokens: float | None = option(
+        None,
+        help="context at which attention doubles the time of a token; else the model's, or"
+        f" {ASSUMED_ATTENTION_TOKENS}, from which the router begins to learn",
+        unit="tokens",
+    )
     disk_mb_per_s: float = option(2000.0, help="what a disk reads: measure yours", unit="MB/s")
     disk_latency_ms: float = option(0.2, help="until it begins", unit="ms")
     peer_mb_per_s: float = option(
@@ -89,6 +102,7 @@ class SizeOptions:
 
 _LEAST: Final = {
     **dict.fromkeys(("layers", "kv_heads", "head_dim", "block_size", "new_tokens"), 1),
+    "attention_tokens": 1,
     **dict.fromkeys(("prefix_tokens", "prefixes", "users", "session_tokens", "running"), 0),
     **dict.fromkeys(("prefill_rate", "disk_mb_per_s", "peer_mb_per_s", "memory_gib"), 1e-3),
     **dict.fromkeys(("disk_latency_ms", "peer_latency_ms"), 0),
@@ -139,9 +153,9 @@ def measure(options: SizeOptions) -> Sizes:
     )
     speeds = None
     if options.prefill_rate is not None:
-        attention = shape.work.attention_tokens if shape.work else math.inf
+        of_model = shape.work.attention_tokens if shape.work else ASSUMED_ATTENTION_TOKENS
         speeds = Speeds(
-            prefill=PrefillSpeed(options.prefill_rate, attention),
+            prefill=PrefillSpeed(options.prefill_rate, options.attention_tokens or of_model),
             disk=Tier(options.disk_mb_per_s * _MB, options.disk_latency_ms / 1e3),
             peer=Tier(options.peer_mb_per_s * _MB, options.peer_latency_ms / 1e3),
         )

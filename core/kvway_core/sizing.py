@@ -18,6 +18,9 @@ from typing import Final, NamedTuple
 BUSY_SHARE: Final = 0.8
 """Share of a pool that running requests may hold before a router sends new ones elsewhere."""
 
+ASSUMED_ATTENTION_TOKENS: Final = 60_000
+"""Context at which attention doubles the time of a token, where nothing else is known."""
+
 _ALIGNMENT: Final = 16
 """Bytes of a quantised block in a layer are a multiple of it."""
 

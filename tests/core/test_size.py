@@ -77,6 +77,15 @@ def test_times_and_break_evens_come_with_a_prefill_rate(
     assert sizes["prefill"]["cold_s"] == pytest.approx((1600 + 1_280_800 / 52_224) / 2000)
 
 
+def test_where_the_model_is_not_known_attention_is_assumed_or_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = (*BY_HAND, "--prefill-rate", "2000")
+    for more, tokens in (((), 60_000), (("--attention-tokens", "1000"), 1000)):
+        cold_s = as_json(capsys, *argv, *more)["prefill"]["cold_s"]
+        assert cold_s == pytest.approx((1600 + 1_280_800 / tokens) / 2000)
+
+
 def test_a_pool_is_that_of_one_replica(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = as_json(
         capsys, *BY_HAND, "--users", "90", "--running", "8", "--replicas", "4",

@@ -1,0 +1,1 @@
+"""Prometheus alerts and Grafana dashboards, and the program that writes the latter."""
