@@ -60,7 +60,7 @@ async def chaos(
     requests: Sequence[Request],
     *,
     seed: int,
-    folder: Path,
+    fleet: Fleet,
     kinds: Sequence[Kind] = tuple(Kind),
     every_s: float = EVERY_S,
     watch: Callable[[Fleet], Coroutine[Any, Any, None]] | None = None,
@@ -70,12 +70,12 @@ async def chaos(
     Args:
         requests: What the clients do.
         seed: Draws the faults.
-        folder: Where the processes log to.
+        fleet: Who is hurt; not opened yet.
         kinds: What is done to workers.
         every_s: How often.
         watch: Runs beside it, and is cancelled once all requests have ended.
     """
-    async with Fleet(folder) as fleet:
+    async with fleet:
         client = Client(fleet.url)
         faults = Chaos(fleet, seed=seed, now_s=client.now_s, kinds=kinds, every_s=every_s)
         end = asyncio.Event()
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
         folder = args.logs or Path(made)
         folder.mkdir(parents=True, exist_ok=True)
         requests = plan(args.seed, args.requests, args.rate)
-        run = asyncio.run(ending_on_sigterm(chaos(requests, seed=args.seed, folder=folder)))
+        run = asyncio.run(ending_on_sigterm(chaos(requests, seed=args.seed, fleet=Fleet(folder))))
     show(run)
     if args.plot is not None:
         args.plot.write_text(svg(run.outcomes, run.marks))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final, Self
@@ -41,13 +42,16 @@ _ROUTER_ARGS: Final = (
 class WorkerHost:
     """One worker, and the proxies through which the router sees it."""
 
-    def __init__(self, name: str, *, folder: Path, namespace: Namespace | None) -> None:
-        """Takes where it is to live; nothing is opened yet."""
+    def __init__(
+        self, name: str, *, folder: Path, args: Sequence[str], namespace: Namespace | None
+    ) -> None:
+        """Takes where it is to live, and options it has beside its own; nothing is opened yet."""
         self.name = name
         self.namespace = namespace
         self.host = namespace.address if namespace else "127.0.0.2"
         self.api, self.events, self.replay = (FaultProxy(self.host, 0) for _ in range(3))
         self._folder = folder
+        self._args = args
         self._program: Program | None = None
 
     @property
@@ -65,7 +69,7 @@ class WorkerHost:
         self._program = Program(
             f"worker-{self.name}",
             [
-                *("worker", "--model", str(model), *_WORKER_ARGS),
+                *("worker", "--model", str(model), *_WORKER_ARGS, *self._args),
                 *("--host", self.host, "--port", str(self.api.port)),
                 *("--kv-events-host", self.host, "--kv-events-port", str(self.events.port)),
                 *("--kv-events-replay-port", str(self.replay.port)),
@@ -148,9 +152,12 @@ class Fleet:
         no_namespace: Why no worker lives in a network namespace; empty when one does.
     """
 
-    def __init__(self, folder: Path, *, router_args: tuple[str, ...] = ()) -> None:
-        """Takes the folder of logs; nothing is started yet."""
+    def __init__(
+        self, folder: Path, *, router_args: Sequence[str] = (), worker_args: Sequence[str] = ()
+    ) -> None:
+        """Takes the folder of logs, and options beside those here; nothing is started yet."""
         self._folder = folder
+        self._worker_args = worker_args
         self._router_args = router_args
         self._open = AsyncExitStack()
         self.no_namespace = ""
@@ -166,7 +173,9 @@ class Fleet:
             if not self.no_namespace:
                 namespace = opening.enter_context(Namespace())
             for name in NAMES[:NUM_WORKERS]:
-                worker = WorkerHost(name, folder=self._folder, namespace=namespace)
+                worker = WorkerHost(
+                    name, folder=self._folder, args=self._worker_args, namespace=namespace
+                )
                 namespace = None
                 opening.push_async_callback(worker.close)
                 self.workers.append(worker)

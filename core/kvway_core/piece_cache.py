@@ -8,6 +8,8 @@ from array import array
 from collections import OrderedDict
 from typing import Final
 
+DEFAULT_CACHE_BYTES: Final = 64 * 1024 * 1024
+
 _ENTRY_BYTES: Final = 256
 """What an entry takes beside its text and its ids."""
 

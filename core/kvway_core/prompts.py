@@ -19,6 +19,7 @@ from kvway_core.chat_messages import plain_message
 from kvway_core.chat_template import ChatTemplate
 from kvway_core.errors import ConfigError, InvalidRequest
 from kvway_core.images import PlacedImage
+from kvway_core.piece_cache import DEFAULT_CACHE_BYTES
 from kvway_core.token_bounds import token_bound
 from kvway_core.token_bytes import TokenBytes
 from kvway_core.tokenizing import AUTO, TextReader, TextTokenizer
@@ -67,12 +68,15 @@ class PromptEncoder:
         self.token_bound = token_bound(tokenizer)
 
     @classmethod
-    def load(cls, model_dir: Path, *, library: str = AUTO) -> PromptEncoder:
+    def load(
+        cls, model_dir: Path, *, library: str = AUTO, cache_bytes: int = DEFAULT_CACHE_BYTES
+    ) -> PromptEncoder:
         """Reads a model's folder: tokenizer.json, its configs, its chat template if it has one.
 
         Args:
             model_dir: The folder.
             library: What tokenizes, as for `TextTokenizer`.
+            cache_bytes: Memory for texts whose tokens are known, likewise.
 
         Raises:
             ConfigError: Naming the file that is missing or broken.
@@ -90,7 +94,7 @@ class PromptEncoder:
         eos_token_ids.add(tokenizer.token_to_id(special_tokens.get("eos_token", "")))
         return cls(
             tokenizer,
-            texts=TextTokenizer(tokenizer, path=path, library=library),
+            texts=TextTokenizer(tokenizer, path=path, library=library, cache_bytes=cache_bytes),
             template=_load_template(model_dir, tokenizer_config, special_tokens),
             eos_token_ids=frozenset(token for token in eos_token_ids if isinstance(token, int)),
             max_model_len=_size(model_config, "max_position_embeddings", "n_positions"),

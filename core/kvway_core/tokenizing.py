@@ -28,13 +28,12 @@ from kvway_core.blocks import Image
 from kvway_core.cutting import Cutter
 from kvway_core.errors import ConfigError
 from kvway_core.images import PlacedImage
-from kvway_core.piece_cache import PieceCache
+from kvway_core.piece_cache import DEFAULT_CACHE_BYTES, PieceCache
 
 AUTO: Final = "auto"
 FASTOKENS: Final = "fastokens"
 TOKENIZERS: Final = "tokenizers"
 LIBRARIES: Final = (AUTO, FASTOKENS, TOKENIZERS)
-DEFAULT_CACHE_BYTES: Final = 64 * 1024 * 1024
 
 _FIRST_CHARS_PER_TOKEN: Final = 4.0
 _RATIO_TOKENS: Final = 4096.0

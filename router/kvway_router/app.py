@@ -151,7 +151,7 @@ class Router:
             lambda text: len(encoder.encode_text(text, add_special_tokens=False)), clock=clock
         )
 
-        recent = RecentPrompts()
+        recent = RecentPrompts(max_ceiling_bytes=settings.max_index_bytes // 4)
         self.insight = Insight(
             fleet=fleet,
             index=index,

@@ -17,13 +17,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvway_router.index import BlockIndex
+from kvway_router.index import MIN_BYTES, BlockIndex
 
 MAX_PROMPTS: Final = 512
 MAX_BLOCKS: Final = 2**19
 """Blocks of the prompts that are kept, at most: 4 MiB of hashes."""
-CEILING_BYTES: Final = 32 * 2**20
-"""Budget of the cache that never forgets: about two million blocks."""
 MAX_MARKS: Final = 720
 
 _EVERYONE: Final = "everyone"
@@ -48,21 +46,32 @@ class RecentPrompts:
 
     Not thread-safe: it belongs to the event loop.
 
+    Args:
+        max_ceiling_bytes: Budget of the cache that never forgets; 32 MiB are about two million
+            blocks of long prompts.
+
     Invariants:
         1. At most `MAX_PROMPTS` prompts of at most `MAX_BLOCKS` blocks together are kept, or one.
         2. At most `MAX_MARKS` marks are kept, in the order of their time.
+        3. `ceiling_bytes` is at most `max_ceiling_bytes`, or the smallest budget of an index.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_ceiling_bytes: int = 32 * 2**20) -> None:
         """Nothing was sent yet."""
+        max_bytes = max(MIN_BYTES, max_ceiling_bytes)
         self._prompts: deque[SentPrompt] = deque()
         self._num_blocks = 0
         self._ticks: deque[int] = deque(maxlen=MAX_MARKS)
         self._times: deque[float] = deque(maxlen=MAX_MARKS)
-        self._everyone = BlockIndex(max_blocks_per_replica=2**31, max_bytes=CEILING_BYTES)
+        self._everyone = BlockIndex(max_blocks_per_replica=2**31, max_bytes=max_bytes)
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    @property
+    def ceiling_bytes(self) -> int:
+        """What the cache that never forgets takes, as `BlockIndex` counts it."""
+        return self._everyone.size_bytes
 
     def __iter__(self) -> Iterator[SentPrompt]:
         """Yields the prompts, the oldest first."""

@@ -13,6 +13,7 @@ from typing import Final
 
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
+from kvway_core.piece_cache import DEFAULT_CACHE_BYTES
 from kvway_core.tokenizing import AUTO, LIBRARIES
 from kvway_core.web_limits import (
     DEFAULT_MAX_BODIES_BYTES,
@@ -52,6 +53,7 @@ _NOT_NEGATIVE: Final = (
     "max_waiting_prompts",
     "max_queued",
     "max_decisions",
+    "tokenizer_cache_bytes",
     "lame_duck_s",
     "drain_timeout_s",
 )
@@ -101,7 +103,9 @@ class RouterSettings:
         262_144, help="index entries of a replica that does not tell its capacity", unit="blocks"
     )
     max_index_bytes: int = option(
-        128 * 1024 * 1024, help="memory of the index of all replicas together", unit="bytes"
+        128 * 1024 * 1024,
+        help="memory of the index of all replicas together; the ceiling takes a quarter more",
+        unit="bytes",
     )
     index_snapshot: Path | None = option(
         None, help="file that keeps the index across restarts: read first, written every minute"
@@ -178,6 +182,9 @@ class RouterSettings:
         AUTO,
         help="library that tokenizes: auto takes fastokens where its ids are proved the same",
         choices=LIBRARIES,
+    )
+    tokenizer_cache_bytes: int = option(
+        DEFAULT_CACHE_BYTES, help="memory for texts whose tokens are known", unit="bytes"
     )
     tokenize_timeout_s: float = option(
         0.5,

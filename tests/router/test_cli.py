@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 
 from kvway_core.config import load
 from kvway_core.errors import ConfigError
+from kvway_router import cli
 from kvway_router.cli import COMMAND, DESCRIPTION
 from kvway_router.settings import RouterSettings
 
@@ -98,3 +100,13 @@ def test_the_command_loads_neither_torch_nor_the_worker() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_full_collections_do_not_go_through_what_stays(
+    byte_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvway_core.logs.setup", lambda _: None)
+    monkeypatch.setattr(cli, "run_supervised", lambda _: gc.get_freeze_count())
+    argv = ["--model", str(byte_model), "--replica", "http://127.0.0.1:1"]
+    assert COMMAND.run(argv) > 10_000
+    gc.unfreeze()

@@ -38,7 +38,7 @@ def load_model(settings: WorkerSettings, model_dir: Path, clock: Clock) -> Loade
     Raises:
         ConfigError: The folder or the settings do not fit together.
     """
-    encoder = PromptEncoder.load(model_dir)
+    encoder = PromptEncoder.load(model_dir, cache_bytes=settings.tokenizer_cache_bytes)
     if settings.engine == "sim":
         engine: Engine = _sim_engine(settings, encoder)
     else:

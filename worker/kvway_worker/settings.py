@@ -10,6 +10,7 @@ from typing import Final
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
 from kvway_core.models import served_model_name
+from kvway_core.piece_cache import DEFAULT_CACHE_BYTES
 from kvway_core.web_limits import (
     DEFAULT_MAX_BODIES_BYTES,
     DEFAULT_MAX_BODY_BYTES,
@@ -189,6 +190,9 @@ class WorkerSettings:
         unit="seconds",
     )
     tokenizer_threads: int = option(2, help="threads that tokenize", unit="threads")
+    tokenizer_cache_bytes: int = option(
+        DEFAULT_CACHE_BYTES, help="memory for texts whose tokens are known", unit="bytes"
+    )
     max_tokenizing: int = option(
         256, help="requests being tokenized or waiting for it; more get 503", unit="requests"
     )
@@ -336,6 +340,7 @@ _NOT_NEGATIVE: Final = (
     "sim_attention_s_per_pair",
     "sim_decode_step_s",
     "sim_decode_s_per_seq",
+    "tokenizer_cache_bytes",
     "drain_timeout_s",
 )
 _AT_MOST: Final = (

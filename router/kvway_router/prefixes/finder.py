@@ -19,9 +19,12 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from kvway_router.prefixes.comparing import MIN_LOST_TOKENS, Loss, losses
 from kvway_router.prefixes.findings import MAX_VALUES, Example, Finding, Suspect, Totals
-from kvway_router.prefixes.seen import SeenPrompt
+from kvway_router.prefixes.owners import Owners
+from kvway_router.prefixes.seen import Keys, SeenPrompt
 from kvway_router.prefixes.values import Kind, shape
 
 MIN_LOST: Final = 5
@@ -34,9 +37,6 @@ MIN_LOSING_SHARE: Final = 0.1
 MAX_SUSPECTS: Final = 64
 MAX_PROMPTS: Final = 512
 MAX_PROMPT_BYTES: Final = 16 * 1024 * 1024
-MAX_ANCHORS: Final = 2**17
-"""Anchors in each of two tables, of which the older is dropped when the newer is full."""
-
 FORGET_S: Final = 3600.0
 """A finding that cost nothing for so long is over."""
 
@@ -72,7 +72,8 @@ class PrefixFinder:
         count_tokens: Tokens of a text, for the offset of a finding.
 
     Invariants:
-        1. At most `MAX_PROMPTS` prompts of `MAX_PROMPT_BYTES` together are remembered, the last.
+        1. At most `MAX_PROMPTS` prompts of `MAX_PROMPT_BYTES` together are remembered, the last;
+           where their passages are, in a table of a fixed size.
         2. At most `MAX_SUSPECTS` differences are followed; who lost least lately goes first.
     """
 
@@ -84,8 +85,7 @@ class PrefixFinder:
         self._prompts: OrderedDict[int, SeenPrompt] = OrderedDict()
         self._num_bytes = 0
         self._next = 1
-        self._owners: dict[int, int] = {}
-        self._old_owners: dict[int, int] = {}
+        self._owners = Owners()
         self._suspects: OrderedDict[tuple[object, ...], Suspect] = OrderedDict()
 
     @property
@@ -137,25 +137,19 @@ class PrefixFinder:
         that begins most like this prompt: of applications that share much it is of the same.
         """
         keys, places = prompt.anchors
-        votes = Counter(map(self._owner, keys[places >= prompt.hit_bytes].tolist()))
+        votes = Counter(self._owners.of(keys[places >= prompt.hit_bytes]).tolist())
         voted = [owner for owner, num in votes.most_common(2) if owner and num >= _MIN_VOTES]
         if not voted:
             return []
-        begins = next(filter(None, map(self._owner, reversed(_heads(prompt)))), 0)
+        begins = next(filter(None, reversed(self._owners.of(_heads(prompt)).tolist())), 0)
         siblings = [self._prompts.get(owner) for owner in dict.fromkeys((*voted, begins))]
         return [s for s in siblings if s is not None and s.namespace == prompt.namespace]
-
-    def _owner(self, key: int) -> int:
-        """Returns the last prompt that had an anchor or a beginning; 0 for none."""
-        return self._owners.get(key) or self._old_owners.get(key, 0)
 
     def _remember(self, prompt: SeenPrompt) -> None:
         self._prompts[self._next] = prompt
         self._num_bytes += len(prompt.data)
-        if len(self._owners) > MAX_ANCHORS:
-            self._old_owners, self._owners = self._owners, {}
-        self._owners.update(dict.fromkeys(prompt.anchors[0].tolist(), self._next))
-        self._owners.update(dict.fromkeys(_heads(prompt), self._next))
+        self._owners.put(prompt.anchors[0], self._next)
+        self._owners.put(_heads(prompt), self._next)
         self._next += 1
         while len(self._prompts) > MAX_PROMPTS or self._num_bytes > MAX_PROMPT_BYTES:
             _, gone = self._prompts.popitem(last=False)
@@ -218,9 +212,10 @@ class PrefixFinder:
         )
 
 
-def _heads(prompt: SeenPrompt) -> list[int]:
+def _heads(prompt: SeenPrompt) -> Keys:
     """Returns names of a prompt's beginnings, the shortest first."""
-    return [hash(prompt.data[:size]) for size in _HEAD_SIZES if size <= len(prompt.data)]
+    sizes = [size for size in _HEAD_SIZES if size <= len(prompt.data)]
+    return np.array([hash(prompt.data[:size]) for size in sizes], np.int64).view(np.uint64)
 
 
 def _is_proved(suspect: Suspect) -> bool:

@@ -10,7 +10,7 @@ so that it is a few operations on whole arrays).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
 
@@ -84,7 +84,6 @@ class SeenPrompt:
     has_tools: bool = False
     ttft_s: float | None = None
     token_s: float | None = None
-    _views: list[NDArray[np.uint8]] = field(default_factory=list, repr=False)
 
     @property
     def tokens_per_byte(self) -> float:
