@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
 import structlog
@@ -29,6 +30,9 @@ from loadtests.memory import forget_peak, peak_bytes, resident_bytes
 
 Way = Literal["copies", "batch", "kvway"]
 BLOCK_SIZE = 16
+
+TURNS = 3
+"""How often each case is run: one of them may fall into a bad moment of the machine."""
 
 
 class Case(NamedTuple):
@@ -75,9 +79,23 @@ class Outcome(NamedTuple):
     answers: list[list[int]]
 
 
-def measure(cases: list[Case]) -> list[Outcome]:
-    """Run the cases one after another, each in a fresh process."""
-    return list(tqdm(_outcomes(cases), total=len(cases), unit="case", file=sys.stderr))
+def measure(cases: list[Case], turns: int = TURNS) -> list[Outcome]:
+    """Run the cases one after another, each in a fresh process, and all of them several times.
+
+    Returns:
+        The outcome of each case in its last turn, with the medians of all turns as times.
+    """
+    runs = list(
+        tqdm(_outcomes(cases * turns), total=turns * len(cases), unit="case", file=sys.stderr)
+    )
+    of_case = [runs[index :: len(cases)] for index in range(len(cases))]
+    return [
+        each[-1]._replace(
+            prefix_s=median(outcome.prefix_s for outcome in each),
+            requests_s=median(outcome.requests_s for outcome in each),
+        )
+        for each in of_case
+    ]
 
 
 def cases(
