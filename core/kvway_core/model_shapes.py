@@ -85,9 +85,10 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
 
 def _mlp_weights(text: Mapping[str, Any], hidden: int) -> int:
     """Returns the weights of a layer's MLP that a token goes through, experts' among them."""
-    num_experts = text.get("num_local_experts") or text.get("num_experts")
-    if not num_experts:
+    names = [name for name in ("num_local_experts", "num_experts") if text.get(name)]
+    if not names:
         return 3 * hidden * _size(text, "intermediate_size")
+    num_experts = _size(text, names[0])
     size = _size(text, "moe_intermediate_size", default=text.get("intermediate_size"))
     return hidden * (3 * size * _size(text, "num_experts_per_tok") + num_experts)
 

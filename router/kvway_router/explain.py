@@ -19,6 +19,8 @@ from kvway_router.decisions import CandidateRecord, DecisionRecord
 from kvway_router.terminal import new_console, plain
 
 EXIT_FAILED: Final = 1
+MIN_WIDTH: Final = 130
+"""Columns that all terms of the cost take."""
 
 SUMMARY: Final = "say why a request went where it went"
 DESCRIPTION: Final = (
@@ -57,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     except AskFailed as exc:
         sys.stderr.write(f"kvway: {exc}\n")
         return EXIT_FAILED
-    console = new_console()
+    console = new_console(at_least=MIN_WIDTH)
     for part in explained(record):
         console.print(part)
     return 0

@@ -11,10 +11,16 @@ PIPE_WIDTH: Final = 160
 """Columns where the output is no terminal."""
 
 
-def new_console() -> Console:
-    """Returns where to print: as wide as the terminal, or wide enough where there is none."""
+def new_console(*, at_least: int = 0) -> Console:
+    """Returns where to print: as wide as the terminal, or wide enough where there is none.
+
+    Args:
+        at_least: Columns to print even if the terminal has fewer, which then wraps them.
+    """
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PIPE_WIDTH)
+    if not console.is_terminal:
+        return Console(highlight=False, width=PIPE_WIDTH)
+    return console if console.width >= at_least else Console(highlight=False, width=at_least)
 
 
 def plain(text: str, *, style: str = "") -> Text:

@@ -71,7 +71,7 @@ def look(client: AdminClient, *, now_s: Callable[[], float] = time.monotonic) ->
     )
 
 
-def frames(client: AdminClient) -> Iterator[Group]:
+def frames(client: AdminClient, console: Console) -> Iterator[Group]:
     """Yields what to show, one look each, without end; the last fleet stays while none answers."""
     before: Look | None = None
     last: Look | None = None
@@ -80,15 +80,15 @@ def frames(client: AdminClient) -> Iterator[Group]:
             now = look(client)
         except AskFailed as exc:
             problem = plain(str(exc), style="bold red")
-            yield Group(problem, *([view(before, last)] if last else []))
+            yield Group(problem, *([view(before, last, width=console.width)] if last else []))
             continue
-        yield Group(view(last, now))
+        yield view(last, now, width=console.width)
         before, last = last, now
 
 
 def _once(client: AdminClient, console: Console) -> int:
     try:
-        console.print(view(None, look(client)))
+        console.print(view(None, look(client), width=console.width))
     except AskFailed as exc:
         sys.stderr.write(f"kvway: {exc}\n")
         return EXIT_FAILED
@@ -97,7 +97,7 @@ def _once(client: AdminClient, console: Console) -> int:
 
 def _live(client: AdminClient, console: Console, *, interval_s: float) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        for frame in frames(client):
+        for frame in frames(client, console):
             live.update(frame, refresh=True)
             time.sleep(interval_s)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Final
 
 from rich.console import Group, RenderableType
@@ -18,6 +17,10 @@ from kvway_router.prefixes.watch import PrefixReport
 from kvway_router.terminal import plain
 
 MAX_KILLERS: Final = 3
+WIDE: Final = 120
+"""Columns from which on tables are whole."""
+
+_SHORT_ID: Final = 8
 _NONE: Final = "-"
 _STATE_STYLES: Final = {"ready": "green", "unhealthy": "bold red"}
 
@@ -32,18 +35,30 @@ class Look:
     prefixes: PrefixReport
 
 
-def view(before: Look | None, now: Look) -> Group:
-    """Returns the picture of a moment; rates are since `before`, without it since the start."""
-    old = before.fleet if before else None
-    restarted = old is not None and old.totals.requests > now.fleet.totals.requests
-    if restarted or old is None:
-        before = old = None
-    parts: list[RenderableType] = [_totals(old, now.fleet, before and now.at_s - before.at_s)]
-    parts.append(_replicas(old, now.fleet))
+def view(before: Look | None, now: Look, *, width: int) -> Group:
+    """Returns the picture of a moment.
+
+    Args:
+        before: The look that rates are since; without one they are since the router's start.
+        now: The look that is shown.
+        width: Columns of the terminal: below `WIDE` some of the tables' are left out.
+    """
+    if before is not None and before.fleet.totals.requests > now.fleet.totals.requests:
+        before = None  # another router, or another life of it
+    old, is_wide = before.fleet if before else None, width >= WIDE
+    parts: list[RenderableType] = [
+        _totals(old, now.fleet, now.at_s - before.at_s if before else None),
+        _replicas(old, now.fleet, is_wide=is_wide),
+        *(
+            plain(f"{it.replica_id}: {it.error or it.no_report}", style="red")
+            for it in now.fleet.replicas
+            if it.error or it.no_report
+        ),
+    ]
     if now.prefixes.findings:
-        parts += [Text(), _killers(now.prefixes.findings)]
+        parts += [Text(), *_killers(now.prefixes.findings)]
     if now.decisions:
-        parts += [Text(), _decisions(now.decisions)]
+        parts += [Text(), _decisions(now.decisions, is_wide=is_wide)]
     return Group(*parts)
 
 
@@ -66,33 +81,37 @@ def _totals(old: FleetView | None, fleet: FleetView, seconds: float | None) -> T
     return plain("  ".join(parts), style="bold")
 
 
-def _replicas(old: FleetView | None, fleet: FleetView) -> Table:
+def _replicas(old: FleetView | None, fleet: FleetView, *, is_wide: bool) -> Table:
     """Returns a row per replica, those that need a look first."""
-    table = Table(box=None, pad_edge=False, title_justify="left")
-    table.add_column("replica", no_wrap=True)
-    table.add_column("state")
-    for name in ("in flight", "queue", "step", "prefill/s", "KV live", "of", "listed"):
+    table = Table(box=None, pad_edge=False)
+    for name in ("replica", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("in flight", "queue", "cached", "KV live", "of"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name in ("cached", "answers"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    if is_wide:
+        for name in ("listed", "answers", "step", "prefill/s", "index"):
+            table.add_column(name, justify="right", no_wrap=True)
     known = {replica.replica_id: replica for replica in old.replicas} if old else {}
     for it in sorted(fleet.replicas, key=_urgency):
         was = known.get(it.replica_id)
-        table.add_row(
+        cells: list[str | Text] = [
             plain(it.replica_id),
-            Text(it.state, style=_STATE_STYLES.get(it.state, "yellow")),
+            plain(it.state, style=_STATE_STYLES.get(it.state, "yellow")),
             f"{it.in_flight:,}",
             f"{it.queued_prefill_s:.2f} s",
-            f"{it.decode_step_s * 1e3:.0f} ms" if it.decode_step_s else _NONE,
-            f"{it.prefill_tokens_per_s:,.0f}" if it.prefill_tokens_per_s else _NONE,
+            _hit_rate(was, it),
             f"{it.blocks_pinned:,}",
             f"{it.blocks_total:,}" if it.blocks_total else _NONE,
-            f"{it.blocks_held:,}",
-            _hit_rate(was, it),
-            f"{it.requests - (was.requests if was else 0):,}",
-            plain(it.error or it.no_report or ("events" if it.fed else ""), style="dim"),
-        )
+        ]
+        if is_wide:
+            cells += [
+                f"{it.blocks_held:,}",
+                f"{it.requests - (was.requests if was else 0):,}",
+                f"{it.decode_step_s * 1e3:.0f} ms" if it.decode_step_s else _NONE,
+                f"{it.prefill_tokens_per_s:,.0f}" if it.prefill_tokens_per_s else _NONE,
+                "events" if it.fed else "estimate",
+            ]
+        table.add_row(*cells)
     return table
 
 
@@ -106,36 +125,43 @@ def _hit_rate(was: ReplicaView | None, now: ReplicaView) -> str:
     return _share(cached, prompt)
 
 
-def _killers(findings: Iterable[Finding]) -> Table:
-    table = Table("prefix killer", "where", "tokens lost", "advice", box=None, pad_edge=False)
-    for it in list(findings)[:MAX_KILLERS]:
-        table.add_row(
-            plain(f"{it.what} {it.shape}"),
-            plain(f"{it.role}, character {it.char:,}, token {it.token:,}"),
-            f"{it.lost_tokens:,.0f}, {it.token_share:.0%} of all",
-            it.advice,
+def _killers(findings: Sequence[Finding]) -> Iterator[Text]:
+    """Yields two lines for each of the most costly."""
+    for it in findings[:MAX_KILLERS]:
+        yield plain(
+            f"prefix killer: {it.what} {it.shape}, {it.role}, character {it.char:,}, token "
+            f"{it.token:,}: {it.lost_tokens:,.0f} tokens lost, {it.token_share:.0%} of all",
+            style="yellow",
         )
-    return table
+        yield plain(f"  {it.advice}")
 
 
-def _decisions(decisions: Iterable[DecisionSummary]) -> Table:
-    table = Table("request", "at", "replica", "reason", box=None, pad_edge=False)
-    for name in ("matched", "cached", "of", "predicted", "first token"):
+def _decisions(decisions: Iterable[DecisionSummary], *, is_wide: bool) -> Table:
+    """Returns a row per request; a narrow one has only the beginning of its id."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("request", "replica", "reason"):
+        table.add_column(name, no_wrap=True)
+    for name in ("matched", "of", "first token"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("end")
+    if is_wide:
+        for name in ("predicted", "cached", "end"):
+            table.add_column(name, justify="right", no_wrap=True)
     for it in decisions:
-        table.add_row(
-            plain(it.id),
-            f"{datetime.fromtimestamp(it.time).astimezone():%H:%M:%S}",
+        cells: list[str | Text] = [
+            plain(it.id if is_wide else it.id[:_SHORT_ID]),
             plain(it.replica_id or _NONE),
             it.reason,
             f"{it.matched_tokens:,}",
-            _NONE if it.cached_tokens is None else f"{it.cached_tokens:,}",
             f"{it.prompt_tokens:,}",
-            f"{it.predicted_ttft_s:.3f} s",
             _NONE if it.ttft_s is None else f"{it.ttft_s:.3f} s",
-            it.finish if it.status in {None, 200} else f"{it.finish} {it.status}",
-        )
+        ]
+        if is_wide:
+            cells += [
+                f"{it.predicted_ttft_s:.3f} s",
+                _NONE if it.cached_tokens is None else f"{it.cached_tokens:,}",
+                it.finish if it.status in {None, 200} else f"{it.finish} {it.status}",
+            ]
+        table.add_row(*cells)
     return table
 
 

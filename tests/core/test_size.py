@@ -99,9 +99,10 @@ def test_a_pool_is_that_of_one_replica(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_given_memory_says_how_many_sessions_stay(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = (*BY_HAND, "--users", "11", "--running", "1", "--prefixes", "0")
-    argv = (*argv, "--session-tokens", "1600", "--memory-gib", "3")
-    pool = as_json(capsys, *argv)["pool"]
+    pool = as_json(
+        capsys, *BY_HAND, "--users", "11", "--running", "1", "--prefixes", "0",
+        "--session-tokens", "1600", "--memory-gib", "3",
+    )["pool"]  # fmt: skip
     assert pool["total"] == 3 * 2**30 // 5_242_880 == 614
     assert (pool["live"], pool["warm"], pool["warm_sessions"]) == (100, 500, 0.5)
 

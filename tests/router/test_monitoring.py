@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import promql_parser as promql
 import pytest
@@ -31,7 +31,7 @@ PAGE = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
 WORKER_METRICS = (ROOT / "tests" / "golden" / "worker_metrics.txt").read_text(encoding="utf-8")
 WORKER_PAGE = (ROOT / "docs" / "worker-metrics.md").read_text(encoding="utf-8")
 JOBS = ("kvway-router", "kvway-worker")
-ADDED: Mapping[str, set[str]] = {"job": set(JOBS), "instance": set()}
+ADDED: Final[dict[str, set[str]]] = {"job": set(JOBS), "instance": set()}
 """What Prometheus adds to each series."""
 
 Known = dict[str, dict[str, set[str]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import pty
 import re
@@ -10,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console, RenderableType
 
@@ -19,7 +21,7 @@ from kvway_router.admin_client import AdminClient
 from kvway_router.fleet import FleetView, TokenCounts
 from kvway_router.prefixes.watch import PrefixReport
 from kvway_router.top import frames, look, run
-from kvway_router.top_view import MAX_KILLERS, Look, view
+from kvway_router.top_view import MAX_KILLERS, WIDE, Look, view
 from tests.router.conftest import Bench, StartBench
 from tests.router.test_prefixes import found, numbered
 
@@ -27,8 +29,8 @@ KVWAY = str(Path(sys.executable).with_name("kvway"))
 NUM_TOKENS = 100 + len("|user\n|\n|assistant\n")
 
 
-def drawn(part: RenderableType) -> str:
-    console = Console(width=200, highlight=False)
+def drawn(part: RenderableType, *, width: int = 200) -> str:
+    console = Console(width=width, highlight=False)
     with console.capture() as capture:
         console.print(part)
     return capture.get()
@@ -61,9 +63,29 @@ async def test_rates_are_since_the_last_look(bench: Bench) -> None:
     for _ in range(2):
         await bench.chat("x" * 100)
     now = await asyncio.to_thread(look, client, now_s=lambda: 14.0)
-    text = drawn(view(before, now))
+    text = drawn(view(before, now, width=WIDE))
     assert f"0.5 answers/s  {2 * NUM_TOKENS / 4:,.0f} prompt tokens/s  100% cached" in text
-    assert "67% cached" in drawn(view(None, now))
+    assert "67% cached" in drawn(view(None, now, width=WIDE))
+
+
+async def test_a_narrow_terminal_gets_fewer_columns_and_no_cut_numbers(bench: Bench) -> None:
+    _, headers, _ = await bench.chat("x" * 100)
+    now = await asyncio.to_thread(look, AdminClient(bench.admin("")))
+    narrow = drawn(view(None, now, width=80), width=80)
+    assert re.search(rf"^{bench.replica.replica_id} +ready +0 +0.00 s", narrow, re.MULTILINE)
+    assert headers["x-kvway-request-id"][:8] in narrow
+    assert "\N{HORIZONTAL ELLIPSIS}" not in narrow
+    assert "prefill/s" not in narrow
+    assert "prefill/s" in drawn(view(None, now, width=WIDE), width=WIDE)
+
+
+async def test_why_a_replica_is_not_ready_is_told(bench: Bench) -> None:
+    now = await asyncio.to_thread(look, AdminClient(bench.admin("")))
+    (replica,) = now.fleet.replicas
+    ill = msgspec.structs.replace(replica, state="unhealthy", error="connection refused")
+    fleet = msgspec.structs.replace(now.fleet, replicas=[ill])
+    shown = drawn(view(None, dataclasses.replace(now, fleet=fleet), width=WIDE))
+    assert f"{replica.replica_id}: connection refused" in shown
 
 
 def looked(requests: int, prefixes: PrefixReport | None = None) -> Look:
@@ -73,12 +95,12 @@ def looked(requests: int, prefixes: PrefixReport | None = None) -> Look:
 
 
 def test_after_a_restart_counting_begins_anew() -> None:
-    assert "m  0 of 0 replicas ready  3 answers" in drawn(view(looked(9), looked(3)))
+    assert "m  0 of 0 replicas ready  3 answers" in drawn(view(looked(9), looked(3), width=WIDE))
 
 
 def test_the_most_costly_killers_are_named() -> None:
     findings, _ = found([numbered(1_000_000 + 7919 * number) for number in range(9)])
-    text = drawn(view(None, looked(9, PrefixReport(findings=(findings[0],) * 9))))
+    text = drawn(view(None, looked(9, PrefixReport(findings=(findings[0],) * 9)), width=WIDE))
     (finding, *_) = findings
     assert text.count(finding.advice[:30]) == MAX_KILLERS
     assert f"{finding.what} {finding.shape}" in text
@@ -87,7 +109,7 @@ def test_the_most_costly_killers_are_named() -> None:
 
 async def test_a_router_that_is_gone_leaves_its_last_picture(bench: Bench) -> None:
     client = AdminClient(bench.admin(""))
-    shown = frames(client)
+    shown = frames(client, Console(width=WIDE))
     first = drawn(await asyncio.to_thread(next, shown))
     assert bench.replica.replica_id in first
     client._port = 1  # as if it had left
