@@ -25,7 +25,15 @@ MAX_BODY_BYTES: Final = 1024 * 1024
 
 _FILES: Final = {
     "app.js": "text/javascript",
+    "charts.js": "text/javascript",
+    "fleet.js": "text/javascript",
+    "format.js": "text/javascript",
+    "killers.js": "text/javascript",
+    "playground.js": "text/javascript",
+    "requests.js": "text/javascript",
+    "tree.js": "text/javascript",
     "style.css": "text/css",
+    "parts.css": "text/css",
     "icon.svg": "image/svg+xml",
     "vendor/uPlot.iife.min.js": "text/javascript",
     "vendor/uPlot.min.css": "text/css",
