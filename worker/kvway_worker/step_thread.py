@@ -200,10 +200,15 @@ class StepThread:
         return None if first_s is None else max(0.0, first_s - self._clock.monotonic())
 
     def _step(self, plan: StepPlan) -> None:
-        """Computes a step and hands out what it gave, its events first."""
+        """Computes a step and hands out what it gave, its events first.
+
+        What ended is not among the live requests any more, so it is told whatever comes between.
+        """
         outputs = self._stepper.step(plan)
-        self._publish()
-        self._deliver(outputs)
+        try:
+            self._publish()
+        finally:
+            self._deliver(outputs)
         if not self._closing:
             self._stepper.probe()
 

@@ -126,8 +126,7 @@ class Stepper:
         """
         now_s = self._clock.monotonic()
         plan = self.scheduler.plan(now_s)
-        if self._debug_invariants:
-            self.scheduler.check_invariants()
+        self._check()
         for row in plan.rows:
             if self._live[row.seq.request_id].scheduled_s is None:
                 for seq in (row.seq, *row.seq.forks):
@@ -144,15 +143,13 @@ class Stepper:
         try:
             result = self._execute(plan)
         except Exception as exc:  # noqa: BLE001 - this is what supervises a step
-            outputs = self._failed(plan, exc)
-        else:
-            ended_s = self._clock.monotonic()
-            self._failures.clear()
-            self._meter.observe(StepStats.of(plan, duration_s=ended_s - started_s))
-            outputs = [self._output(out, ended_s) for out in self.scheduler.commit(plan, result)]
-        if self._debug_invariants:
-            self.scheduler.check_invariants()
-        return outputs
+            return self._failed(plan, exc)
+        ended_s = self._clock.monotonic()
+        self._failures.clear()
+        self._meter.observe(StepStats.of(plan, duration_s=ended_s - started_s))
+        outputs = self.scheduler.commit(plan, result)
+        self._check()
+        return [self._output(out, ended_s) for out in outputs]
 
     def probe(self) -> None:
         """After some failures in a row computes one token of no request: who is it that fails?
@@ -179,6 +176,11 @@ class Stepper:
             pool.free(blocks)
         self._failures.clear()
 
+    def _check(self) -> None:
+        """Checks the books, if they are to be: before anybody is told that it has ended."""
+        if self._debug_invariants:
+            self.scheduler.check_invariants()
+
     def _execute(self, plan: StepPlan) -> StepResult:
         result = self._engine.execute(plan)
         if missing := plan.missing(result):
@@ -193,10 +195,9 @@ class Stepper:
         self._failures.append(exc)
         self._meter.num_failed_steps += 1
         message = "The engine failed while it computed this request; try again."
-        return [
-            (self._live.pop(seq.request_id), EngineFailed(message))
-            for seq in self.scheduler.fail(plan)
-        ]
+        failed = self.scheduler.fail(plan)
+        self._check()
+        return [(self._live.pop(seq.request_id), EngineFailed(message)) for seq in failed]
 
     def _output(self, out: SeqOutput, now_s: float) -> tuple[Stream, Output]:
         """Returns what a request's reader gets of a new token."""
