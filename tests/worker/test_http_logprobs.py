@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,58 @@ async def test_prompt_logprobs_of_a_warm_prompt_are_those_of_a_cold_one(byte_mod
     assert [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in answers] == [
         *(0, 49, 0)
     ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt_logprobs": 20}, "prompt_logprobs"),
+        ({"prompt_logprobs": 4, "n": 8}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 20}, "logprobs"),
+        ({"echo": True, "logprobs": 20, "stream": True}, "logprobs"),
+    ],
+)
+async def test_more_log_probabilities_than_an_answer_tells_are_refused(
+    byte_model: Path, fields: dict[str, Any], param: str
+) -> None:
+    """They would all be in memory at a time; below the limit the same prompts are answered."""
+    prompts = [[7] * 7200] * 7  # 50,400 tokens: 2^20 log probabilities at 20 of each
+    async with serving(byte_model, ScriptedEngine(b"x", num_blocks=512)) as running:
+        status, body, _ = await running.post(COMPLETIONS, completion(prompts, **fields))
+        assert (status, body["error"]["param"]) == (400, param)
+        assert "tells 1048576 at most" in body["error"]["message"]
+        assert running.engine.load().num_steps == 0
+        one = completion([[7] * 7200], prompt_logprobs=20, max_tokens=1)
+        status, body, _ = await running.post(COMPLETIONS, one)
+        assert (status, len(body["choices"][0]["prompt_logprobs"])) == (200, 7200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_long_lists_are_written_beside_the_event_loop(
+    byte_model: Path, monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    """Short ones, as of nearly every event, are written at once."""
+    writers: dict[int, set[bool]] = {}
+    write = CompletionWriter.write_echo
+
+    def watched(self: CompletionWriter, first: int, prompt: Any, told: Any) -> Any:
+        on_loop = threading.current_thread() is threading.main_thread()
+        writers.setdefault(len(prompt) + 1, set()).add(on_loop)
+        return write(self, first, prompt, told)
+
+    monkeypatch.setattr(CompletionWriter, "write_echo", watched)
+    async with serving(byte_model, ScriptedEngine(b"x")) as running:
+        for text in ("short", "long " * 20):
+            request = completion(text, echo=True, logprobs=1, max_tokens=2)
+            if stream:
+                events = await running.events(COMPLETIONS, request)
+                told = [event["choices"][0]["logprobs"]["tokens"] for event in events[:-1]]
+                tokens = [token for tokens in told for token in tokens]
+            else:
+                _, body, _ = await running.post(COMPLETIONS, request)
+                tokens = body["choices"][0]["logprobs"]["tokens"]
+            assert "".join(tokens) == text + "xx"
+    assert writers == {5: {True}, 100: {False}}
 
 
 async def test_tokens_may_be_called_by_their_ids(byte_model: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
+from kvway_core.testing.byte_model import write_byte_model
 from tests.worker.http_worker import Running, chat, completion, serving
 
 CHAT = "/v1/chat/completions"
@@ -181,6 +183,26 @@ async def test_a_malformed_prompt_is_refused(running: Running, prompt: Any, para
         got_param,
         param,
     )
+
+
+async def test_a_text_with_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    """Tokenizers have such tokens: in a step they would fail everybody else's requests as well."""
+    folder = write_byte_model(tmp_path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<|pad|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    text = "As long as a block, and a <|pad|>"
+    async with serving(folder) as running:
+        for path, body, param in (
+            (CHAT, chat(text), "messages"),
+            (COMPLETIONS, completion(text), "prompt"),
+            (COMPLETIONS, completion([text, "fine"]), "prompt"),
+            ("/pins", {"prompt": text}, "prompt"),
+        ):
+            status, got, _ = await running.post(path, body)
+            assert refused(status, got) == (400, "invalid_request", param)
+            assert "258; the model's ids end at 257" in got["error"]["message"]
+        assert running.engine.load().num_steps == 0
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])

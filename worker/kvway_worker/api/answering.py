@@ -7,9 +7,10 @@ with its own status. What fails later ends the stream with an error event, witho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -30,6 +31,9 @@ _STREAM_HEADERS: Final = {
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
+
+MAX_WRITTEN_AT_ONCE: Final = 32
+"""Tokens whose log probabilities are written on the event loop, about 50 microseconds each."""
 
 T = TypeVar("T")
 
@@ -126,7 +130,7 @@ async def answer_whole(
     async with _submitted(job, generator, held) as streams:
         parts = await _together([generate(*numbered) for numbered in enumerate(streams)])
     return web.Response(
-        body=encode(shape.whole(parts, tally.usage())),
+        body=await _encoded(parts, lambda: shape.whole(parts, tally.usage())),
         content_type="application/json",
         headers={**headers, CACHED_TOKENS_HEADER: str(tally.cached_tokens)},
     )
@@ -165,10 +169,12 @@ async def answer_in_events(
                     has_begun = True
                     await events.begin(_cached_header(job, delta))
                     if (opening := shape.opening(index, tally.usage())) is not None:
-                        await events.send(opening)
+                        await events.send(encode(opening))
                 gathering.add(delta)
                 if delta.text or delta.finish_reason is not None:
-                    await events.send(shape.chunk(gathering.take(delta), tally.usage()))
+                    part = gathering.take(delta)
+                    write = partial(shape.chunk, part, tally.usage())
+                    await events.send(await _encoded((part,), write))
 
     try:
         async with _submitted(job, generator, held) as streams:
@@ -178,8 +184,20 @@ async def answer_in_events(
             raise
         return await events.end(sse(error_body(exc))), exc
     if job.include_usage:
-        await events.send(shape.closing(tally.usage()))
+        await events.send(encode(shape.closing(tally.usage())))
     return await events.end(SSE_DONE), None
+
+
+async def _encoded(parts: Sequence[Part], write: Callable[[], msgspec.Struct]) -> bytes:
+    """Return what is written of parts, as JSON.
+
+    The log probabilities of a long prompt take seconds to write, for which no other answer is to
+    wait: they are written on a thread.
+    """
+    num_told = sum(len(part.logprobs) + len(part.prompt_logprobs) for part in parts)
+    if num_told <= MAX_WRITTEN_AT_ONCE:
+        return encode(write())
+    return await asyncio.to_thread(lambda: encode(write()))
 
 
 def _cached_header(job: Job, delta: Delta) -> dict[str, str]:
@@ -232,9 +250,9 @@ class _EventStream:
                 self._response.headers.update(headers)
                 await self._response.prepare(self._request)
 
-    async def send(self, event: msgspec.Struct) -> None:
+    async def send(self, event: bytes) -> None:
         """Send one event; waits while the client reads slower than the answer grows."""
-        await self._response.write(sse(encode(event)))
+        await self._response.write(sse(event))
 
     async def end(self, last: bytes) -> web.StreamResponse:
         """Send the last bytes and return the response."""

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from typing import Final
 
 from kvway_core.api import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from kvway_core.errors import InvalidRequest
 from kvway_core.prompting import encode_prompts
 from kvway_worker.api.fields import CHAT_FIELDS, COMPLETION_FIELDS, check_fields
-from kvway_worker.api.sampling_fields import of_choice, sampling_params
+from kvway_worker.api.sampling_fields import num_prompt_logprobs, of_choice, sampling_params
 from kvway_worker.api.served_model import ServedModel
 from kvway_worker.api.text import TextRules
 from kvway_worker.scheduling.sequence import Sequence
+
+MAX_PROMPT_LOGPROBS: Final = 2**20
+"""Log probabilities of prompts that one answer tells at most. Each takes some 300 bytes while the
+answer is written, and nothing is sent before all are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,11 @@ def _job(
 ) -> Job:
     model.check_name(request.model)
     prompts = encode_prompts(request, model.encoder, max_model_len=model.max_model_len)
+    for prompt in prompts:  # a tokenizer may have tokens that its model was not made with
+        model.check_vocabulary(
+            prompt, param="messages" if isinstance(request, ChatRequest) else "prompt"
+        )
+    _check_prompt_logprobs(request, num_prompt_tokens=sum(map(len, prompts)))
     return Job(
         answer_id=answer_id,
         sequences=tuple(
@@ -176,6 +186,23 @@ def _job(
         include_usage=request.include_usage,
         continuous_usage=request.continuous_usage,
     )
+
+
+def _check_prompt_logprobs(
+    request: ChatRequest | CompletionRequest, *, num_prompt_tokens: int
+) -> None:
+    """Raise InvalidRequest if the prompts have more log probabilities than one answer tells."""
+    num_top = num_prompt_logprobs(request)
+    if num_top is None:
+        return
+    num_told = num_prompt_tokens * (1 + num_top) * request.num_choices
+    if num_told > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"The prompts have {num_prompt_tokens} tokens; with {num_top} likeliest ones of each "
+            f"and n = {request.num_choices} these are {num_told} log probabilities, and an answer "
+            f"tells {MAX_PROMPT_LOGPROBS} at most. Ask for fewer of each, or for fewer prompts.",
+            param="logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
+        )
 
 
 def _sequences(

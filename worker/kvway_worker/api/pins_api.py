@@ -134,7 +134,7 @@ def _prefix(request: PinRequest, model: ServedModel, *, param: str) -> TokenIds[
         prompt = request.prompt or ()
     if isinstance(prompt, str):
         check_text_fits(prompt, model.encoder, max_model_len=model.max_model_len, param=param)
-        return model.encoder.encode_text(prompt, add_special_tokens=special is not False)
+        prompt = model.encoder.encode_text(prompt, add_special_tokens=special is not False)
     model.check_vocabulary(prompt, param=param)
     return prompt
 

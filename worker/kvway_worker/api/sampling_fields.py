@@ -62,7 +62,7 @@ def sampling_params(
         allowed_token_ids=None if allowed is None else frozenset(allowed),
         bad_words=bad_words,
         logprobs=request.num_logprobs,
-        prompt_logprobs=_prompt_logprobs(request),
+        prompt_logprobs=num_prompt_logprobs(request),
     )
 
 
@@ -163,7 +163,7 @@ def _check_choice(
         )
 
 
-def _prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
+def num_prompt_logprobs(request: ChatRequest | CompletionRequest) -> int | None:
     """Return how many likeliest tokens to report per prompt token: for the field, for an echo."""
     wanted = [] if request.prompt_logprobs is None else [request.prompt_logprobs]
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
