@@ -14,8 +14,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from tests.e2e.harness import until
+from playwright.async_api import async_playwright, expect
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page
@@ -26,6 +25,7 @@ pytestmark = [pytest.mark.e2e]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
+expect.set_options(timeout=20_000)
 STABLE = "You answer in one sentence and you never guess. " * 16
 
 
@@ -34,8 +34,6 @@ async def browser() -> AsyncIterator[Browser]:
     """A browser without a window."""
     if CHROMIUM is None:
         pytest.skip("there is no Chromium here: apt-get install chromium")
-    from playwright.async_api import async_playwright
-
     # The sandbox of a browser does not start as root, and only our own page is opened.
     flags = ["--no-sandbox"] if os.geteuid() == 0 else []
     async with async_playwright() as playwright:
@@ -92,7 +90,7 @@ async def test_the_page_loads_updates_zooms_and_shows_a_planted_killer(
     router = await cluster.router(await cluster.worker("a"), await cluster.worker("b"))
     watched = await opened(browser, router)
     page = watched.page
-    await page.wait_for_function("document.querySelectorAll('#replicas tr').length === 2")
+    await expect(page.locator("#replicas tr")).to_have_count(2)
     assert await page.inner_text("#no-decisions") == (
         "No request yet. Send one to the API address and it shows up here."
     )
@@ -100,7 +98,7 @@ async def test_the_page_loads_updates_zooms_and_shows_a_planted_killer(
     # It updates by itself.
     for name in ("Rivers", "Mountains"):
         request_id = await post(cluster, router, chat(STABLE, f"{name}?"))
-    await page.wait_for_function("document.querySelectorAll('#decisions tr').length === 2")
+    await expect(page.locator("#decisions tr")).to_have_count(2)
 
     # One request: its reason, its candidates, by the keyboard alone.
     await page.focus(f"[data-id='{request_id}']")
@@ -112,20 +110,16 @@ async def test_the_page_loads_updates_zooms_and_shows_a_planted_killer(
     await page.wait_for_selector("#detail:not([open])", state="attached")
 
     # The tree: the shared run, and behind it the two questions.
-    await page.wait_for_function("document.querySelectorAll('#icicle .branch').length >= 3")
+    await expect(page.locator("#icicle .branch").nth(2)).to_be_visible()
     await page.locator("#icicle .branch").first.focus()
     await page.keyboard.press("ArrowDown")
     child = await page.evaluate("document.activeElement.dataset.branch")
     await page.keyboard.press("Enter")
-    await page.keyboard.press("Enter")
-    await page.wait_for_function("document.querySelectorAll('#crumbs button').length === 2")
-    await page.wait_for_function(
-        "id => [...document.querySelectorAll('.branch')].every((b) => b.dataset.branch === id)",
-        arg=child,
-    )
+    await expect(page.locator("#crumbs button")).to_have_count(2)
+    await expect(page.locator("#icicle .branch").first).to_have_attribute("data-branch", child)
     assert "of the last 2 requests" in await page.inner_text("#branch")
     await page.keyboard.press("Escape")
-    await page.wait_for_function("document.querySelectorAll('#icicle .branch').length >= 3")
+    await expect(page.locator("#icicle .branch").nth(2)).to_be_visible()
 
     # An id in front of what is always the same.
     for number in range(12):
@@ -146,7 +140,7 @@ async def test_the_playground_shows_who_holds_a_prompt(cluster: Cluster, browser
     router = await cluster.router(await cluster.worker("a"), await cluster.worker("b"))
     watched = await opened(browser, router)
     page = watched.page
-    await page.wait_for_function("document.querySelectorAll('#replicas tr').length === 2")
+    await expect(page.locator("#replicas tr")).to_have_count(2)
     await page.fill("#play-system", STABLE)
     await page.fill("#play-user", "<b>Grüße</b>")
     await page.click("#play-preview")
@@ -164,8 +158,7 @@ async def test_the_playground_shows_who_holds_a_prompt(cluster: Cluster, browser
 
     await page.fill("#play-user", "x" * 9000)
     await page.click("#play-preview")
-    await page.wait_for_function("document.getElementById('play-error').textContent !== ''")
-    assert "context has" in await page.inner_text("#play-error")
+    await expect(page.locator("#play-error")).to_contain_text("context has")
     # The browser itself notes in its console that the router refused that.
     assert [text for text in watched.complaints if "400" not in text] == []
 
@@ -191,7 +184,7 @@ async def test_the_page_survives_a_restart_of_the_router(
     router = await start()
     page = (await opened(browser, router)).page
     await post(cluster, router, chat(STABLE, "one"))
-    await page.wait_for_function("document.querySelectorAll('#decisions tr').length === 1")
+    await expect(page.locator("#decisions tr")).to_have_count(1)
     router.popen.terminate()
     assert await router.wait(limit_s=30) == 0
     await page.wait_for_selector("#live.bad")
@@ -200,7 +193,7 @@ async def test_the_page_survives_a_restart_of_the_router(
 
     router = await start()
     await page.wait_for_selector("#live.ok")
-    await page.wait_for_function("document.querySelectorAll('#decisions tr').length === 0")
+    await expect(page.locator("#decisions tr")).to_have_count(0)
     request_id = await post(cluster, router, chat(STABLE, "two"))
     await page.wait_for_selector(f"[data-id='{request_id}']")
 
@@ -216,10 +209,7 @@ async def test_the_page_fits_narrow_and_wide_screens(
     await page.wait_for_selector("#decisions tr")
     await page.wait_for_selector("#icicle .branch")
 
-    async def charts_are_drawn() -> bool:
-        return await page.locator(".uplot canvas").count() == 4
-
-    await until(charts_are_drawn, limit_s=10, failure="there are no charts")
+    await expect(page.locator(".uplot canvas")).to_have_count(4)
     background = await page.evaluate("getComputedStyle(document.body).backgroundColor")
     is_dark = sum(map(int, background.removeprefix("rgb(").removesuffix(")").split(","))) < 384
     assert is_dark == (scheme == "dark")

@@ -230,9 +230,11 @@ export const redrawTree = () => { if (outline !== null) draw(); };
 export function startTree() {
   byId("icicle").addEventListener("click", (event) => {
     const id = event.target.closest("[data-branch]")?.dataset.branch;
-    if (id === undefined) return;
-    if (id === selected) zoomInto(id);
-    else select(id);
+    if (id !== undefined) zoomInto(id);
+  });
+  byId("icicle").addEventListener("focusin", (event) => {
+    const id = event.target.dataset.branch;
+    if (id !== undefined && id !== selected) select(id);
   });
   byId("icicle").addEventListener("keydown", (event) => {
     if (event.key.startsWith("Arrow")) {
