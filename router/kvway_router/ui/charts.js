@@ -7,7 +7,9 @@ const colourOf = (name) => getComputedStyle(document.documentElement).getPropert
 const rate = (key) => (sample) => sample[key] / sample.span_s;
 const share = (key) => (sample) => (sample.prompt_tokens > 0 ? (100 * sample[key]) / sample.prompt_tokens : null);
 const value = (key) => (sample) => sample[key];
-const inPercent = (v) => (isNumber(v) ? `${v.toFixed(v < 10 ? 1 : 0)} %` : "–");
+const inPercent = (v) => (isNumber(v) ? `${v.toFixed(v > 0 && v < 10 ? 1 : 0)} %` : "–");
+const timeOf = (unix, incr) => new Date(1000 * unix).toLocaleTimeString("en-GB",
+  { hour: "2-digit", minute: "2-digit", second: incr < 60 ? "2-digit" : undefined });
 
 const CHARTS = [
   {
@@ -63,7 +65,7 @@ function options(chart, width) {
       y: { range: chart.range ?? ((_, low, high) => [0, high > 0 ? 1.08 * high : 1]) },
     },
     axes: [
-      { ...axis, space: 70, incrs: [60, 120, 300, 600, 900, 1800], values: (_, ticks) => ticks.map((t) => new Date(1000 * t).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" })) },
+      { ...axis, space: 70, incrs: [10, 30, 60, 120, 300, 600, 900, 1800], values: (_, ticks, __, ___, incr) => ticks.map((t) => timeOf(t, incr)) },
       { ...axis, size: 58, space: 34, values: (_, ticks) => ticks.map((t) => chart.format(t)) },
     ],
     series: [
