@@ -1,9 +1,9 @@
 r"""Where a text may be cut so that its pieces, tokenized one by one, give the text's own tokens.
 
-    <|im_start|>system\nYou are ...<|im_end|>\n | <|im_start|>user\nA long text of | words ...
-                                       before an added token           before a space
+    <|im_start|>system\nYou are ..<|im_end|>\n | <|im_start|>user\nSome long | text.\n | More of it
+                             before an added token          before a space     before a line
 
-Two kinds of cuts are certain:
+Three kinds of cuts are certain:
 
 * Before an added token that is found in the text as it is written, before normalization. Whatever
   tokenizers does, it first takes these out, and treats what lies between them apart. Not before a
@@ -12,6 +12,8 @@ Two kinds of cuts are certain:
 * Before a space behind something that is no white space, where no word goes on over it: the
   pre-tokenizer splits there, whatever stands around; or, where there is no pre-tokenizer, nothing
   in the vocabulary has the two side by side, so that no merge can join them.
+* Before a word that begins a line, behind a line that ends in no white space: some scripts have no
+  spaces. The pre-tokenizer must split at white space and put nothing before a text.
 
 What is not recognised here is not cut. `Cutter.of` reads the tokenizer's own parts; whoever uses
 the result compares it with the whole once more on the tokenizer itself.
@@ -33,8 +35,10 @@ from tokenizers.pre_tokenizers import PreTokenizer
 _SPECIAL_CHARS: Final = 512
 _INNER_CHARS: Final = 2048
 _WINDOW_CHARS: Final = 32 * 1024
-_NO_SPACE: Final = r"[!-~\w]"
+_NO_SPACE: Final = r"[!-~\w\u2018-\u201f\u2026\u3001-\u3003\u3008-\u3011\uff01-\uff5e]"
 """Characters that are white space to nobody, whichever version of Unicode they go by."""
+_LINE: Final = r"\n\w"
+"""The end of a line and a word: patterns may take other signs along with the end of a line."""
 
 _MARK: Final = "\u2581"
 """What SentencePiece writes for a space."""
@@ -74,7 +78,8 @@ class Cutter:
             cut at none.
         avoided: Those of them that are not cut at.
         cuts_specials: Whether there are others.
-        inner: A character and a space that may be parted; None to cut inside no text.
+        inner: What ends in a character that may be parted from what is before it: a space, or the
+            first of a line; None to cut inside no text.
         why: Why not, in words; empty where both kinds of cuts are made.
         min_special: Characters of a piece that ends at an added token, at least.
         min_inner: Characters of any other piece but the last, at least.
@@ -145,14 +150,14 @@ class Cutter:
         begin = behind = 0
         for start, stop in self._found(text):
             while self.inner is not None:
-                # The character before the space must not be part of an added token either.
+                # What is before the cut must not be part of an added token either.
                 at = self.inner.search(text, max(begin + self.min_inner - 1, behind), start)
                 if at is None:
                     break
                 begin = at.end() - 1
                 yield begin
             if start == stop:
-                behind = max(behind, start - 1)  # a character before a space may be the last one
+                behind = max(behind, start - 2)  # what is parted may begin with the last two
                 continue
             behind = stop
             if start - begin >= self.min_special and text[start:stop] not in self.avoided:
@@ -258,7 +263,10 @@ def _inner_cut(
             return None, f"pre-tokenizer {splitter.get('type')}"
     if not any(map(_parts_words, splitters)):
         return None, "no pre-tokenizer that parts words"
-    return re.compile(f"{_NO_SPACE} "), ""
+    lines = all(map(_parts_lines, splitters)) and not any(
+        token.normalized and (token.lstrip or token.content[:1].isspace()) for token in added
+    )
+    return re.compile(f"{_NO_SPACE}(?: |{_LINE})" if lines else f"{_NO_SPACE} "), ""
 
 
 def _cut_by_vocabulary(
@@ -308,6 +316,17 @@ def _parts_words(splitter: Mapping[str, object]) -> bool:
     alternatives = set(_alternatives(regex)) if isinstance(regex, str) else set()
     is_plain = splitter.get("behavior") == "Isolated" and splitter.get("invert") is False
     return is_plain and r"\s+" in alternatives and alternatives <= _SAFE
+
+
+def _parts_lines(splitter: Mapping[str, object]) -> bool:
+    """Says whether it begins something new at a word behind the end of a line, and adds nothing.
+
+    Of one that parts words, or that only looks at digits or bytes.
+    """
+    kind = splitter.get("type")
+    if kind == "ByteLevel":
+        return splitter.get("add_prefix_space") is False
+    return kind in {"Split", "Digits"}
 
 
 def _is_local(splitter: Mapping[str, object]) -> bool:

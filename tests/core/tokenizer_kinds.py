@@ -45,6 +45,7 @@ TEXTS = (
     *("a", "the", "quick", "foo", "it's", "'LL", "don", "'t", "12345", ".", "!!", "//", "_", ">"),
     *(" ", " ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", "\0", "\u00a0", "\u3000", "\u2028"),
     *("\u200b", "\u4e16\u754c", "\u3002", "caf\u00e9", "e\u0301", "\u0301", "\U0001f642"),
+    *("x\nfoo", ".\nthe", "\u3002\n\u4e16", "1\n2", "a\n_", "\n/", "\xe9\n\u0301"),
     *("\U0001f468\u200d\U0001f469", "\u01c5", "\u0600", "\x1c", "\x85", "\u2581", "\u017f"),
 )
 
@@ -208,6 +209,8 @@ CUT = dict.fromkeys(MAKERS, WORDS) | dict.fromkeys(
     ("lowercase", "a pattern that joins words", "llama 2", "bert"), TOKENS
 )
 """Where texts of each are cut if they have plain added tokens."""
+LINES = {"gpt-2", "smollm", "llama 3", "gpt-oss", "mistral", "qwen 3"}
+"""Of those that are cut at words, those that are cut at lines too."""
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from kvway_core.cutting import Cutter
 from kvway_core.tokenizing import pieces
-from tests.core.tokenizer_kinds import ADDED, CUT, MAKERS, texts_of, tokenizer_of
+from tests.core.tokenizer_kinds import ADDED, CUT, LINES, MAKERS, texts_of, tokenizer_of
 
 pytestmark = pytest.mark.property
 
@@ -51,6 +51,24 @@ def test_where_each_kind_is_cut(kind: str) -> None:
         if words
         else ["ab cd", "<|s|>ef gh", "<|s|><|e|>ij"]
     )
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_where_lines_are_parted(kind: str) -> None:
+    """Some scripts have no spaces: otherwise a long text of one would be one piece."""
+    often = Cutter.of(tokenizer_of(kind, "plain")).often()
+    cut = list(pieces("ab\u3002\n\u4e16\u754c\n\ncd\n/ef\n12", often))
+    parted = ["ab\u3002\n", "\u4e16\u754c\n\ncd\n/ef\n", "12"]
+    assert cut == (parted if kind in LINES else ["".join(parted)])
+
+
+@pytest.mark.parametrize(("added", "is_parted"), [("words", True), ("normalized", False)])
+def test_a_line_whose_end_an_added_token_takes_along_is_not_cut_off(
+    added: str, *, is_parted: bool
+) -> None:
+    cutter = Cutter.of(tokenizer_of("llama 3", added)).often()
+    cut = list(pieces("ab\ncd ef", cutter))
+    assert cut == (["ab\n", "cd", " ef"] if is_parted else ["ab\ncd", " ef"])
 
 
 @pytest.mark.parametrize("added", ADDED)
