@@ -6,6 +6,8 @@ from collections.abc import Generator, Sequence
 from typing import Final
 
 from kvway_router.holding import Holding
+from kvway_router.leaving import Leavers
+from kvway_router.roster import Roster
 from kvway_router.run_tree import BLOCK_BYTES, RunTree
 
 STEP_RUNS: Final = 256
@@ -35,14 +37,18 @@ def expiring(
     tree.settle()
 
 
-def keep_budget(tree: RunTree, holdings: Sequence[Holding], *, max_bytes: int) -> None:
+def keep_budget(tree: RunTree, roster: Roster, leavers: Leavers, *, max_bytes: int) -> None:
     """Evicts from whoever holds most until all together take less, with a little room to spare.
+
+    What is of no use any more goes first.
 
     Looking for the largest costs a step per replica: so not at every call.
     """
     wanted_bytes = max_bytes - (max_bytes >> 10)
+    while leavers and tree.size_bytes > wanted_bytes:
+        leavers.let_go()
     while tree.size_bytes > wanted_bytes:
-        largest = max(holdings, key=lambda holding: holding.num_blocks)
+        largest = max(roster.holdings(), key=lambda holding: holding.num_blocks)
         num_kept = largest.num_blocks // 2
         while (surplus := tree.size_bytes - wanted_bytes) > 0 and largest.num_blocks > num_kept:
             entry = largest.oldest()

@@ -36,11 +36,12 @@ from kvway_router import walking
 from kvway_router.entering import enter
 from kvway_router.evicting import evict, expiring, keep_budget
 from kvway_router.holding import Holding, Speculation, Tier
+from kvway_router.leaving import Leavers
 from kvway_router.locator import MAX_NODES
 from kvway_router.roster import Roster
 from kvway_router.run_tree import BLOCK_BYTES, ENTRY_BYTES, NODE_BYTES, RunTree
-from kvway_router.runs import Node, named_together, unpack
-from kvway_router.saving import snapshot_of
+from kvway_router.runs import Node, named_together
+from kvway_router.saving import saved_runs, snapshot_of
 from kvway_router.snapshots import Snapshot
 
 MIN_BYTES: Final = 16 * (BLOCK_BYTES + NODE_BYTES + ENTRY_BYTES)
@@ -83,6 +84,7 @@ class BlockIndex:
         self._max_bytes = max_bytes
         self._tree = RunTree(max_blocks=max_bytes // BLOCK_BYTES)
         self._roster = Roster(self._tree.slots, limit=max_blocks_per_replica)
+        self._leavers = Leavers(self._tree, self._roster)
         self._tick = 0
         self._parts: dict[str, str] = {}
 
@@ -136,7 +138,7 @@ class BlockIndex:
             yield from map(entry.node.hash_at, range(entry.count))
 
     def __len__(self) -> int:
-        """Counts the different blocks listed."""
+        """Counts the different blocks listed, with those of the forgotten that are not let go."""
         return self._tree.num_blocks
 
     def last_uses(self, replica_id: str, hashes: Sequence[int]) -> list[tuple[int, int]]:
@@ -219,23 +221,24 @@ class BlockIndex:
                 node = tree.split(node, first + num)
             tree.shrink(holding, node, first)
         tree.settle()
+        self._leavers.let_go()
         self._keep_budget()
 
     def clear(self, replica_id: str) -> None:
-        """Forgets all blocks of a replica on all tiers. Complexity: what it holds."""
-        for _ in self.clearing(replica_id):
-            pass
+        """Forgets all blocks of a replica; what they took goes as `leaving.py` says."""
+        if before := self._roster.get(replica_id):
+            self._leavers.leave(replica_id)
+            self._roster.add(replica_id)[Tier.DEVICE].limit = before[Tier.DEVICE].limit
 
     def clearing(self, replica_id: str) -> Generator[None, None, None]:
-        """Does what `clear` does in steps of some runs; what comes meanwhile stays."""
+        """Does what `clear` does in steps of some runs, to the end; what comes meanwhile stays."""
         for holding in self._roster.get(replica_id):
             holding.open.clear()
         return self.expiring(replica_id, before=self.tick)
 
     def remove_replica(self, replica_id: str) -> None:
-        """Forgets a replica altogether. Complexity: what it holds."""
-        self.clear(replica_id)
-        self._roster.remove(replica_id)
+        """Forgets a replica altogether, as `clear`."""
+        self._leavers.leave(replica_id)
         self._parts.pop(replica_id, None)
 
     # -- what the router expects ----------------------------------------------------------------
@@ -335,10 +338,8 @@ class BlockIndex:
         saved = snapshot.replicas.get(replica_id)
         if saved is None:
             return None
-        for tier, parts in zip(Tier, saved.tiers, strict=False):
-            for number, count in zip(parts[::2], parts[1::2], strict=True):
-                hashes = unpack(snapshot.runs[number].hashes)[:count]
-                self.store(replica_id, snapshot.parent_of(number), hashes, tier=tier)
+        for tier, parent, hashes in saved_runs(snapshot, saved):
+            self.store(replica_id, parent, hashes, tier=tier)
         return saved.boot_id
 
     def check_invariants(self) -> None:
@@ -363,6 +364,7 @@ class BlockIndex:
         node = enter(self._tree, holding, parent, hashes)
         holding.hint = node
         self._touch(holding, node, sure=sure)
+        self._leavers.let_go()
         self._evict_surplus(holding)
 
     def _touch(self, holding: Holding, node: Node, *, sure: bool) -> None:
@@ -387,7 +389,7 @@ class BlockIndex:
     def _keep_budget(self) -> None:
         """Keeps the budget, also after a removal: it may have cut a run in two."""
         if self._tree.size_bytes > self._max_bytes:
-            keep_budget(self._tree, self._roster.holdings(), max_bytes=self._max_bytes)
+            keep_budget(self._tree, self._roster, self._leavers, max_bytes=self._max_bytes)
 
     def _settle(self, speculation: Speculation) -> Holding | None:
         """Returns where a promise is still open, and closes it."""

@@ -11,6 +11,8 @@ from kvway_router.runs import Node
 
 _NUM_TIERS: Final = len(Tier)
 _MAX_KNOWN_NAMES: Final = 256
+_NOBODY: Final = ""
+"""Stands for a replica that is forgotten and still has bits."""
 
 Holdings = tuple[Holding, ...]
 """What one replica holds, one for each tier."""
@@ -70,16 +72,21 @@ class Roster:
             self._known_names.clear()
         return holdings
 
-    def remove(self, name: str) -> None:
-        """Forgets a replica that holds nothing any more."""
-        holdings = self._replicas.pop(name, None)
-        if holdings is None:
-            return
+    def retire(self, name: str) -> Holdings:
+        """Forgets a replica. What it held is returned, and has its bits until it is released."""
+        holdings = self._replicas.pop(name, ())
+        if holdings:
+            device = holdings[Tier.DEVICE].bit
+            self._names[device.bit_length() // _NUM_TIERS] = _NOBODY
+            self._device_bits &= ~device
+            self._known_names.clear()
+        return holdings
+
+    def release(self, holdings: Holdings) -> None:
+        """Has the bits of a replica that is forgotten, and holds nothing any more, given again."""
         first = holdings[Tier.DEVICE].bit.bit_length() - 1
         self._slots[first : first + _NUM_TIERS] = [None] * _NUM_TIERS
         self._names[first // _NUM_TIERS] = None
-        self._device_bits &= ~holdings[Tier.DEVICE].bit
-        self._known_names.clear()
         while self._names and self._names[-1] is None:
             self._names.pop()
         del self._slots[_NUM_TIERS * len(self._names) :]

@@ -20,10 +20,12 @@ from kvway_router.runs import HASH_BYTES, Node, pack, unpack
 
 BLOCK_BYTES: Final = 13
 """What one block is counted as: its hash, its entry in the locator, and waste there."""
-NODE_BYTES: Final = 400
-"""What a node is counted as, without its blocks."""
+NODE_BYTES: Final = 448
+"""What a node is counted as, without its blocks and the bits of its holders."""
 ENTRY_BYTES: Final = 176
 """What one holding of one node is counted as."""
+WAITED_FOR_BYTES: Final = 160
+"""What a block that runs wait for is counted as."""
 
 MAX_RUN: Final = 4096
 """Most blocks of one node: what splitting or extending one copies."""
@@ -57,10 +59,12 @@ class RunTree:
     @property
     def size_bytes(self) -> int:
         """What everything here is counted as, bytes."""
+        # A node has two numbers with a bit for each holding.
         return (
             BLOCK_BYTES * self.num_blocks
-            + NODE_BYTES * self.num_nodes
+            + (NODE_BYTES + len(self.slots) // 4) * self.num_nodes
             + ENTRY_BYTES * self.num_entries
+            + WAITED_FOR_BYTES * (len(self.tops) - 1)
         )
 
     # -- looking --------------------------------------------------------------------------------

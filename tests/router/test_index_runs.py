@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
-import tracemalloc
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvway_router.holding import Tier
-from kvway_router.index import MIN_BYTES, BlockIndex
+from kvway_router.index import BlockIndex
 from kvway_router.locator import Locator
 from kvway_router.run_tree import MAX_RUN
 from kvway_router.runs import Node, named_together, num_common, pack, position_in, unpack
@@ -121,121 +117,6 @@ def test_a_long_prompt_is_several_runs() -> None:
     index.store("a:1", chain[-1], [3])
     assert num_runs(index) == 3
     assert index.match([*chain, 3]) == {"a:1": len(chain) + 1}
-
-
-# -- churn and memory ---------------------------------------------------------------------------
-
-
-def traced_bytes(files: str) -> int:
-    """Returns the memory that code of these files took since tracing began, and still has."""
-    gc.collect()
-    own = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, files)])
-    return sum(each.size for each in own.traces)
-
-
-def test_unique_prompts_without_end_grow_nothing() -> None:
-    """The whole of it by hand: a million prompts; here enough to go round some times."""
-    rng = random.Random(RNG_SEED)
-    index = BlockIndex(max_blocks_per_replica=1000, max_bytes=2**20)
-    system = fresh(20, rng)
-    peak = 0
-    for number in range(20_000):
-        name = f"r{number % 4}:1"
-        promise = index.speculate(name, [*system, *fresh(rng.randrange(1, 12), rng)])
-        (index.rollback if rng.random() < 0.1 else index.confirm)(promise)
-        if number == 10_000:
-            peak = index.size_bytes + 13 * index._tree._locator.num_entries
-    assert index.size_bytes + 13 * index._tree._locator.num_entries < 1.2 * peak
-    index.check_invariants()
-    for number in range(4):
-        index.remove_replica(f"r{number}:1")
-    assert (len(index), num_runs(index), index.size_bytes) == (0, 0, 0)
-    assert index._tree._locator.num_entries == 0
-
-
-def test_replicas_that_join_and_leave_give_their_memory_back() -> None:
-    rng = random.Random(RNG_SEED)
-    index = BlockIndex(max_bytes=2**22)
-    shared = fresh(64, rng)
-    index.store("stays:1", None, shared)
-
-    def generation() -> None:
-        for number in range(25):
-            name = f"r{number}:1"
-            for _ in range(10):
-                index.store(name, None, [*shared[: rng.randrange(64)], *fresh(64, rng)])
-        for number in range(25):
-            index.remove_replica(f"r{number}:1")
-
-    generation()
-    tracemalloc.start()
-    try:
-        for _ in range(4):
-            generation()
-        left = traced_bytes("*/kvway_router/*")
-    finally:
-        tracemalloc.stop()
-    assert left < 200_000, "of about 1.5 MB that each generation takes"
-    assert len(index) == 64
-    index.store("stays:1", None, shared)
-    assert num_runs(index) == 1
-
-
-@pytest.mark.parametrize(("size", "shared"), [(128, 0), (512, 384), (16, 8)])
-def test_what_is_counted_is_at_least_what_is_taken(size: int, shared: int) -> None:
-    rng = random.Random(RNG_SEED)
-    head = fresh(shared, rng)
-    index = BlockIndex(max_bytes=2**23)
-    index.store("r0:1", None, [1])
-    gc.collect()
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        for number in range(200_000 // size):
-            index.store(f"r{number % 8}:1", None, [*head, *fresh(size - shared, rng)])
-        gc.collect()
-        taken = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert taken < index.size_bytes + 200_000, "eight replicas and what waits to be located on top"
-
-
-def test_at_most_sixteen_bytes_for_a_block_of_a_prompt_that_nobody_shares() -> None:
-    rng = random.Random(RNG_SEED)
-    index = BlockIndex()
-    for number in range(64):
-        index.store(f"r{number}:1", None, [number])
-    gc.collect()
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        for number in range(2000):
-            index.store(f"r{number % 64}:1", None, fresh(128, rng))
-        gc.collect()
-        taken = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert taken / (2000 * 128) <= 16
-
-
-def test_the_budget_holds_after_every_call() -> None:
-    rng = random.Random(RNG_SEED)
-    index = BlockIndex(max_bytes=4 * MIN_BYTES)
-    chains = [fresh(rng.randrange(1, 60), rng) for _ in range(20)]
-    for number in range(2000):
-        chain = rng.choice(chains)
-        cut = rng.randrange(len(chain))
-        name = f"r{rng.randrange(5)}:1"
-        tier = rng.choice(list(Tier))
-        match number % 3:
-            case 0:
-                index.store(name, chain[cut - 1] if cut else None, chain[cut:], tier=tier)
-            case 1:
-                index.speculate(name, chain[: cut + 1])
-            case _:
-                index.remove(name, [chain[cut]], tier=tier)
-        assert index.size_bytes <= 4 * MIN_BYTES
-    index.check_invariants()
 
 
 # -- finding ------------------------------------------------------------------------------------
