@@ -134,6 +134,15 @@ def test_a_pin_of_the_same_id_replaces_the_old_one() -> None:
     assert pool.pins() == [PinInfo("p", 5, 0, 20.0)]
 
 
+def test_what_a_new_pin_has_of_the_old_one_of_its_id_counts_too() -> None:
+    pool = BlockPool(20, 4)
+    pin(pool, list(range(16)))
+    pin(pool, [*range(50, 54)], "q")
+    with pytest.raises(PinQuotaExceeded, match="these are 6, and 5 may be pinned"):
+        pin(pool, list(range(20)))  # a fifth block behind its four
+    assert [info.num_blocks for info in pool.pins()] == [4, 1]
+
+
 @pytest.mark.parametrize(("quota", "num_blocks"), [(0.0, 0), (0.1, 2), (1.0, 20)])
 def test_the_quota_is_a_share_of_the_pool(quota: float, num_blocks: int) -> None:
     pool = BlockPool(20, 4, pin_quota=quota)
