@@ -49,6 +49,12 @@ async def test_completions_have_a_playground_too(bench: Bench) -> None:
     assert (status, "".join(view["tokens"])) == (200, "once upon")
 
 
+async def test_a_long_prompt_is_read_to_its_end_though_nobody_holds_it(bench: Bench) -> None:
+    text = "".join(map(str, range(1000)))  # longer than what is read before a choice
+    _, view = await post(bench, PREVIEW, chat_body(text))
+    assert text in "".join(view["tokens"])
+
+
 async def test_only_so_many_tokens_are_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvway_router.playground.MAX_TOKENS", 8)
     _, view = await post(bench, PREVIEW, chat_body("0123456789"))
@@ -69,7 +75,7 @@ async def test_a_prompt_is_sent_from_the_page(bench: Bench) -> None:
 @pytest.mark.parametrize(
     ("body", "content_type"),
     [
-        (b'{"model": "test-model", "messages": []}', "text/plain"),
+        (b'{"model": "test-model", "messages": [{"role": "user", "content": "x"}]}', "text/plain"),
         (b"{", "application/json"),
         (b'{"model": "test-model", "messages": 1}', "application/json"),
     ],
