@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 EXTRAS := router,worker,dev
 
 .DEFAULT_GOAL := help
-.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade chaos prefix-report dashboards test-alerts fuzz
+.PHONY: help setup up test check lint types imports pytest coverage format wheel clean bench-ttft bench-cache bench-index bench-tokenize bench-decision bench-cascade bench-relay load chaos prefix-report dashboards test-alerts fuzz
 
 help: ## Show what each target does
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,9 +78,16 @@ dashboards: setup ## Write the Grafana dashboards anew
 	@$(BIN)/python -m monitoring.dashboards
 
 test-alerts: ## Test the Prometheus alerts; needs promtool (Debian: apt-get install prometheus)
+	@command -v promtool > /dev/null || { echo 'promtool is not there: apt-get install prometheus'; exit 1; }
 	promtool check rules monitoring/prometheus/alerts.yml
 	promtool check config monitoring/prometheus/prometheus.yml
 	promtool test rules monitoring/prometheus/alerts_test.yml
+
+bench-relay: setup ## Measure what relaying costs, beside peers; ARGS="--only small" for parts
+	@$(BIN)/python -m loadtests.bench_relay $(ARGS)
+
+load: setup ## Hold streams, overload, slow readers, long bodies; ARGS="--seconds 20" for less
+	@$(BIN)/python -m loadtests.load_run $(ARGS)
 
 prefix-report: setup ## Measure how well prefix killers are found; ARGS="--cases 400" for more
 	@$(BIN)/python -m loadtests.prefix_report $(ARGS)
