@@ -111,7 +111,7 @@ class Child:
                 stderr=None if show_stderr else subprocess.STDOUT,
                 env=env,
                 process_group=0,
-                preexec_fn=_ending_with_parent(signals.child_mask),  # noqa: PLW1509  # one thread
+                preexec_fn=ending_with_parent(signals.child_mask),  # noqa: PLW1509  # one thread
             )
 
     @property
@@ -175,8 +175,11 @@ def stop_all(children: Iterable[Child], *, signals: Signals, grace_s: float) -> 
         child.wait()
 
 
-def _ending_with_parent(mask: Iterable[int]) -> Callable[[], None]:
-    """Return what a child runs before its program: end with the parent, take signals again."""
+def ending_with_parent(mask: Iterable[int] = ()) -> Callable[[], None]:
+    """Return what a child runs before its program: end with the parent, block only `mask`.
+
+    To be called, and the child to be started, by the thread that lives as long as the parent.
+    """
     libc = ctypes.CDLL(None)
     parent = os.getpid()
 

@@ -18,7 +18,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -125,20 +126,24 @@ def run(main: Callable[[Supervisor], Awaitable[None]]) -> int:
         return runner.run(_unwrapped(supervised()))
 
 
-async def start_site(runner: web.AppRunner, host: str, port: int) -> int:
+async def start_site(
+    runner: web.AppRunner, host: str, port: int, *, share_port: bool = False
+) -> int:
     """Starts to listen and returns the port, which the system chose if `port` is 0.
 
     Args:
         runner: From `web.make_runner`; the caller owns it and awaits its `cleanup`.
         host: Address or name to listen on.
         port: 0 to 65535.
+        share_port: Whether other processes of this user may listen there too; the system spreads
+            connections over them.
 
     Raises:
         ConfigError: If the address cannot be listened on, naming it and the fix.
     """
     from kvway_core.web import listen
 
-    return await listen(runner, host, port)
+    return await listen(runner, host, port, share_port=share_port)
 
 
 def local_url(host: str, port: int) -> str:
@@ -159,6 +164,23 @@ def write_ready_file(path: Path, payload: Mapping[str, object]) -> None:
         partial.replace(path)
     except OSError as exc:
         raise ConfigError([f"--ready-file {path} cannot be written: {exc.strerror}"]) from exc
+
+
+@contextmanager
+def on_hangup(action: Callable[[], None]) -> Iterator[None]:
+    """Has SIGHUP do something while the context is open.
+
+    Where it is ignored, as under nohup, it stays so.
+    """
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, action)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def _install_signal_handlers(supervisor: Supervisor) -> Callable[[], None]:

@@ -83,15 +83,17 @@ def make_runner(app: web.Application, limits: HttpLimits | None = None) -> web.A
     )
 
 
-async def listen(runner: web.AppRunner, host: str, port: int) -> int:
+async def listen(runner: web.AppRunner, host: str, port: int, *, share_port: bool = False) -> int:
     """Starts to listen and returns the port, which the system chose if `port` is 0.
+
+    With `share_port` other processes may listen there too.
 
     Raises:
         ConfigError: If the address cannot be listened on, naming it and the fix.
     """
     if runner.server is None:
         await runner.setup()
-    site = web.TCPSite(runner, host, port, reuse_address=True)
+    site = web.TCPSite(runner, host, port, reuse_address=True, reuse_port=share_port)
     try:
         await site.start()
     except OSError as exc:

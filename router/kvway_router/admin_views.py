@@ -18,7 +18,7 @@ from kvway_core.web import json_response, read_body
 from kvway_router.handlers import ApiHandlers
 from kvway_router.insight import Insight
 from kvway_router.playground import Playground
-from kvway_router.reading import Route
+from kvway_router.reading import GENERATING, Route
 
 MAX_BODY_BYTES: Final = 1024 * 1024
 """The largest prompt of the playground, as JSON."""
@@ -79,8 +79,8 @@ class AdminViews:
             *(web.get(path, self.page) for path in self._page),
             web.get("/admin/history", self.history),
             web.get("/admin/tree", self.tree),
-            *(web.post(f"/admin/playground{route.value}", self.preview) for route in Route),
-            *(web.post(f"/admin/playground/send{route.value}", self.send) for route in Route),
+            *(web.post(f"/admin/playground{route.value}", self.preview) for route in GENERATING),
+            *(web.post(f"/admin/playground/send{route.value}", self.send) for route in GENERATING),
         ]
 
     async def to_page(self, request: web.Request) -> web.Response:
@@ -118,18 +118,23 @@ class AdminViews:
 
     async def preview(self, request: web.Request) -> web.Response:
         """``POST /admin/playground/v1/...``: what would be decided of a request."""
-        _check_json(request)
+        check_json(request)
         route = Route(request.path.removeprefix("/admin/playground"))
         return _json(await self._playground.preview(await read_body(request), route=route))
 
     async def send(self, request: web.Request) -> web.StreamResponse:
         """``POST /admin/playground/send/v1/...``: as the API listener answers it."""
-        _check_json(request)
+        check_json(request)
         is_chat = request.path.endswith(Route.CHAT.value)
         return await (self._api.chat(request) if is_chat else self._api.completions(request))
 
 
-def _check_json(request: web.Request) -> None:
+def check_json(request: web.Request) -> None:
+    """Refuses a POST that the page of another site could have a browser send.
+
+    Raises:
+        InvalidRequest: It is not JSON by its content type.
+    """
     if request.content_type != "application/json":
         raise InvalidRequest("The content type must be application/json.")
 

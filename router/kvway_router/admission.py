@@ -142,6 +142,7 @@ class Admission:
 
     Attributes:
         num_shed: Requests that were refused, by why: "full", "slow" or "timeout".
+        max_waiting: As below, like `timeout_s`; both count for requests that come from now on.
 
     Args:
         room: Returns how many more requests the replicas take now; None while there is none that
@@ -165,8 +166,8 @@ class Admission:
         self._room = room
         self._slots = slots
         self._clock = clock
-        self._max_waiting = max_waiting
-        self._timeout_s = timeout_s
+        self.max_waiting = max_waiting
+        self.timeout_s = timeout_s
         self._queue = FairQueue()
         self._num_called = 0
         self._gap_s: float | None = None
@@ -206,7 +207,7 @@ class Admission:
         room = self._room()
         if not self._queue and (room is None or room > self._num_called):
             return  # without any replica the choice says so
-        await self._wait(tenant, cost, min(self._timeout_s, left_s))
+        await self._wait(tenant, cost, min(self.timeout_s, left_s))
 
     def look(self) -> None:
         """Lets go on as many as there is room for; called whenever there may be more."""
@@ -266,7 +267,7 @@ class Admission:
 
     def _most(self) -> int:
         """Returns how many may wait."""
-        return min(self._max_waiting, WAITING_PER_SLOT * self._slots())
+        return min(self.max_waiting, WAITING_PER_SLOT * self._slots())
 
     def _full(self) -> Overloaded:
         return Overloaded(f"{len(self._queue)} requests wait already; try again later.")

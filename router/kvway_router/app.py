@@ -1,26 +1,28 @@
-"""Builds a router from its settings, serves it until it is asked to stop, and drains it."""
+"""Puts the parts of a router together by its settings, opens them, and drains them."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Self
 
 import structlog
 from aiohttp import web
 
+from kvway_core import logs
 from kvway_core.blocks import Namespace
-from kvway_core.clock import Clock, SystemClock
-from kvway_core.lifecycle import Supervisor, local_url, start_site, write_ready_file
+from kvway_core.clock import Clock
+from kvway_core.lifecycle import Supervisor, local_url, start_site
 from kvway_core.metrics import new_registry
 from kvway_core.prompts import PromptEncoder
 from kvway_core.web import HttpLimits, make_runner, new_app
 from kvway_router.aborts import Aborts
 from kvway_router.admin import AdminHandlers
+from kvway_router.admin_replicas import ReplicaAdmin
 from kvway_router.admin_views import MAX_BODY_BYTES, AdminViews
 from kvway_router.admission import Admission
 from kvway_router.attempts import Attempts, Limits
@@ -42,13 +44,16 @@ from kvway_router.policies.registry import POLICIES, first_state
 from kvway_router.policy import PolicyParams
 from kvway_router.prefixes.watch import PrefixCollector, PrefixWatch
 from kvway_router.proxy import ReplicaClient
-from kvway_router.reading import ReaderPool, ServedModel
+from kvway_router.reader_pool import ReaderPool
+from kvway_router.reading import ServedModel
 from kvway_router.recent import RecentPrompts
+from kvway_router.reload import Reloaded, reloaded
 from kvway_router.replica import ReplicaOptions
 from kvway_router.replicas import ReplicaSet
 from kvway_router.rests import RestReader
 from kvway_router.settings import RouterSettings
 from kvway_router.snapshot_keeper import SnapshotKeeper
+from kvway_router.tracing import Tracer
 from kvway_router.trips import Trip, TripLog
 
 _log = structlog.get_logger(__name__)
@@ -71,6 +76,7 @@ class Router:
         encoder: Tokenizer and chat template of the model.
         supervisor: Owner of the tasks that watch and find replicas.
         clock: Tells the time.
+        reread: Reads the settings again, for `reload`; without it they stay as they are.
     """
 
     def __init__(
@@ -81,9 +87,11 @@ class Router:
         encoder: PromptEncoder,
         supervisor: Supervisor,
         clock: Clock,
+        reread: Callable[[], RouterSettings] | None = None,
     ) -> None:
         """Puts the parts together; nothing is opened yet."""
         self._settings = settings
+        self._reread = reread or (lambda: self._settings)
         self._encoder = encoder
         self._supervisor = supervisor
         params = PolicyParams(
@@ -91,6 +99,11 @@ class Router:
             disk_token_s=settings.disk_reload_us * 1e-6,
         )
         policy = POLICIES[settings.policy]
+        self._tracer = (
+            Tracer(settings.trace_endpoint, share=settings.trace_share, version=version("kvway"))
+            if settings.trace_endpoint is not None
+            else None
+        )
         model = ServedModel(
             name=name, encoder=encoder, namespace=Namespace(name, settings.block_size)
         )
@@ -109,6 +122,7 @@ class Router:
                 interval_s=settings.probe_interval_s,
                 timeout_s=settings.probe_timeout_s,
                 slots=settings.replica_slots,
+                num_routers=settings.processes,
                 kv_events=tuple(map(EventsOption.parse, settings.kv_events)),
             ),
         )
@@ -119,7 +133,7 @@ class Router:
         )
         self._discovery = Discovery(
             settings.replica,
-            [DnsName.parse(text) for text in settings.replica_dns],
+            _names(settings),
             on_change=self.replicas.set_replicas,
         )
         self.readers = ReaderPool(
@@ -163,6 +177,8 @@ class Router:
 
         def ended(trip: Trip) -> None:
             metrics.observe(trip)
+            if self._tracer is not None:
+                self._tracer.ended(trip)
             self.insight.ended(trip)
             self._prefixes.offer(trip)
 
@@ -176,6 +192,17 @@ class Router:
             block_size=settings.block_size,
         )
 
+        self._attempts = Attempts(
+            replicas=self.replicas,
+            index=index,
+            ledger=ledger,
+            rests=self._rests,
+            client=self._client,
+            aborts=self.aborts,
+            limits=_attempt_limits(settings),
+            block_size=settings.block_size,
+            tracer=self._tracer,
+        )
         self.dispatcher = Dispatcher(
             intake=Intake(
                 model=model,
@@ -188,19 +215,7 @@ class Router:
             ),
             admission=self.admission,
             chooser=chooser,
-            attempts=Attempts(
-                replicas=self.replicas,
-                index=index,
-                ledger=ledger,
-                rests=self._rests,
-                client=self._client,
-                aborts=self.aborts,
-                limits=Limits(
-                    first_token_s=settings.first_token_timeout_s,
-                    token_s=settings.token_timeout_s,
-                ),
-                block_size=settings.block_size,
-            ),
+            attempts=self._attempts,
             replicas=self.replicas,
             ledger=ledger,
             trips=TripLog(
@@ -234,6 +249,7 @@ class Router:
             max_model_len=self.max_model_len,
             model=name,
             created_s=int(clock.time()),
+            tracer=self._tracer,
         )
         self._api = _runner(api.routes(), settings.http_limits)
         self._api.app.on_response_prepare.append(api.close_if_leaving)
@@ -248,8 +264,11 @@ class Router:
             ),
             api=api,
         )
+        changes = ReplicaAdmin(
+            discovery=self._discovery, replicas=self.replicas, reload=self.reload
+        )
         self._admin = _runner(
-            [*admin.routes(), *views.routes(), *api.probes()],
+            [*admin.routes(), *changes.routes(), *views.routes(), *api.probes()],
             HttpLimits(max_body_bytes=MAX_BODY_BYTES),
         )
         self._open = AsyncExitStack()
@@ -277,12 +296,16 @@ class Router:
             opening.callback(self._parsers.close)
             opening.callback(self._rests.close)
             opening.callback(self._prefixes.close)
+            if self._tracer is not None:
+                opening.push_async_callback(self._tracer.close)
             await opening.enter_async_context(self._client)
             await opening.enter_async_context(self.aborts)
             opening.push_async_callback(self._api.cleanup)
             opening.push_async_callback(self._admin.cleanup)
             settings = self._settings
-            api_port = await start_site(self._api, settings.host, settings.port)
+            api_port = await start_site(
+                self._api, settings.host, settings.port, share_port=settings.share_port
+            )
             admin_port = await start_site(self._admin, settings.admin_host, settings.admin_port)
             self.addresses = Addresses(
                 api=local_url(settings.host, api_port),
@@ -302,6 +325,25 @@ class Router:
         """Closes the listeners and every connection."""
         await self._open.aclose()
 
+    def reload(self) -> Reloaded:
+        """Reads the settings again and takes on what may change while requests run.
+
+        Raises:
+            ConfigError: They cannot be read, or contradict; nothing is changed.
+        """
+        settings, what = reloaded(self._settings, self._reread())
+        self._settings = settings
+        self.dispatcher.max_attempts = settings.max_attempts
+        self.dispatcher.timeout_s = settings.request_timeout_s
+        self._attempts.limits = _attempt_limits(settings)
+        self.admission.max_waiting = settings.max_queued
+        self.admission.timeout_s = settings.queue_timeout_s
+        if "log_level" in what.changed:
+            logs.setup(settings.log_level)
+        self._discovery.set_sources(settings.replica, _names(settings))
+        _log.info("config_reloaded", changed=what.changed, refused=what.refused)
+        return what
+
     async def drain(self) -> None:
         """Lets what runs end, for as long as the settings say.
 
@@ -319,38 +361,12 @@ class Router:
             await self._keeper.write()
 
 
-async def serve(
-    settings: RouterSettings, *, name: str, encoder: PromptEncoder, supervisor: Supervisor
-) -> None:
-    """Runs a router until the process is asked to stop.
-
-    Raises:
-        ConfigError: It cannot listen, or the ready file cannot be written.
-    """
-    router = Router(
-        settings, name=name, encoder=encoder, supervisor=supervisor, clock=SystemClock()
-    )
-    async with router:
-        addresses = router.addresses
-        if settings.ready_file is not None:
-            _write_ready(settings.ready_file, addresses)
-        texts = encoder.texts
-        _log.info(
-            "tokenizer_chosen",
-            library=texts.backend,
-            why=texts.backend_why,
-            cut_at=texts.cutter.kind,
-            not_further=texts.cutter.why or None,
-        )
-        _log.info("router_started", model=name, api=addresses.api, admin=addresses.admin)
-        await supervisor.wait_for_stop()
-        _log.info("drain_started", running=router.dispatcher.running.num_running)
-        await router.drain()
-        _log.info("drain_finished")
+def _names(settings: RouterSettings) -> list[DnsName]:
+    return [DnsName.parse(text) for text in settings.replica_dns]
 
 
-def _write_ready(path: Path, addresses: Addresses) -> None:
-    write_ready_file(path, {"api": addresses.api, "admin": addresses.admin})
+def _attempt_limits(settings: RouterSettings) -> Limits:
+    return Limits(first_token_s=settings.first_token_timeout_s, token_s=settings.token_timeout_s)
 
 
 def _runner(routes: list[web.RouteDef], limits: HttpLimits) -> web.AppRunner:

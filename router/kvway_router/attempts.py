@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,13 +31,14 @@ from kvway_router.cut import Cut, Watch
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
 from kvway_router.ledger import Ledger
-from kvway_router.passing import Passing, opening
+from kvway_router.passing import Opaque, Passing, opening
 from kvway_router.policy import Candidate
 from kvway_router.proxy import ReplicaAnswer, ReplicaClient, request_headers
-from kvway_router.reading import Reading, ReadRequest
+from kvway_router.reading import Reading, ReadRequest, Route
 from kvway_router.relay import Relay, WholeAnswer
 from kvway_router.replicas import ReplicaSet
 from kvway_router.rests import ExpectedBlocks, RestReader
+from kvway_router.tracing import Tracer
 from kvway_router.trips import Trip
 
 HOLD_BYTES: Final = 1024 * 1024
@@ -88,6 +89,9 @@ class Limits:
 class Attempts:
     """Makes attempts. One that fails leaves no trace of itself in ledger and index.
 
+    Attributes:
+        limits: As below; counts for attempts that begin from now on.
+
     Args:
         replicas: Who there is.
         index: Who holds which blocks.
@@ -97,6 +101,7 @@ class Attempts:
         aborts: Tells engines that have to be told that nobody waits any more.
         limits: How long things may take.
         block_size: Tokens per block.
+        tracer: Traces attempts; None for no traces.
     """
 
     def __init__(  # noqa: PLR0913  it is where a request meets all it touches
@@ -110,6 +115,7 @@ class Attempts:
         aborts: Aborts,
         limits: Limits,
         block_size: int,
+        tracer: Tracer | None,
     ) -> None:
         """Takes what it needs."""
         self._replicas = replicas
@@ -118,8 +124,9 @@ class Attempts:
         self._rests = rests
         self._client = client
         self._aborts = aborts
-        self._limits = limits
+        self.limits = limits
         self._block_size = block_size
+        self._tracer = tracer
         self._corrections = Corrections(index, block_size=block_size)
 
     async def attempt(
@@ -139,24 +146,34 @@ class Attempts:
         assert replica is not None  # noqa: S101  chosen from the set in this step of the loop
         listed = self._corrections.expect(replica_id, request.hashes)
         headers = request_headers(call.headers, request_id=call.request_id)
+        tracer = self._tracer
         sent = self._aborts.unless_done(
-            replica.url, request.body, headers, by_rid=replica.is_sglang
+            replica.url,
+            request.body,
+            headers,
+            by_rid=replica.is_sglang and call.route is not Route.OPAQUE,
         )
         async with Cut() as cut:
             with (
+                tracer.attempt(call, replica_id, headers) if tracer else nullcontext(),
                 Watch(cut) as watch,
                 self._replicas.at(replica_id, tell_loss=cut.cut) as place,
                 self._ledger.charge(choice.decision.chosen, is_stream=request.stream) as charge,
                 self._expected(reading, choice, charge=charge, trip=trip) as expected,
                 sent as body,
             ):
-                limit_s = choice.first_token_limit_s(most_s=self._limits.first_token_s)
+                limit_s = choice.first_token_limit_s(most_s=self.limits.first_token_s)
                 if request.stream:
                     late = FirstTokenTimeout(f"The replica said nothing for {limit_s:.3g} s.")
                     watch.expect(limit_s, late)
-                url = replica.url + call.route.value
-                async with self._client.attempt(url, headers=headers, body=body) as answer:
-                    held, passing = await self._hold(answer)
+                async with self._client.attempt(
+                    replica.url + call.target,
+                    method=call.method,
+                    headers=headers,
+                    body=body,
+                    may_be_repeated=call.may_be_repeated,
+                ) as answer:
+                    held, passing = await self._hold(answer, call.route)
                     place.has_answered()
                     if answer.status == 200 and not self._replicas.tells_ranks(replica_id):
                         expected.confirm()
@@ -166,7 +183,7 @@ class Attempts:
                         downstream,
                         charge,
                         watch,
-                        token_s=self._limits.token_s,
+                        token_s=self.limits.token_s,
                         now=self._ledger.now,
                         trip=trip,
                     )
@@ -176,12 +193,17 @@ class Attempts:
             self._corrections.learn(listed, cached_tokens=trip.cached_tokens)
         return answer.status
 
-    async def _hold(self, answer: ReplicaAnswer) -> tuple[bytes, Passing]:
-        """Returns the first content of an event stream, of any other answer all that fits."""
+    async def _hold(self, answer: ReplicaAnswer, route: Route) -> tuple[bytes, Passing]:
+        """Returns the first content of an event stream, of any other answer all that fits.
+
+        Of what is not looked at nothing: it may be a sound that is heard as it comes.
+        """
         if answer.status in _REJECTED:
             raise Rejected(await _whole(answer))
         if answer.status in _FAILED:
             raise Failed(await _whole(answer))
+        if route is Route.OPAQUE:
+            return b"", Opaque()
         passing = Passing(answer.headers, is_event_stream=answer.is_event_stream)
         held = bytearray()
         if not answer.is_event_stream:
@@ -229,7 +251,7 @@ class Attempts:
             trip.recounted(reading)
             expected.extend(reading.request.hashes)
 
-        if not request.exact:
+        if request.num_prompts and not request.exact:
             trip.rest_pending = True
             trip.rest_pending = self._rests.start(reading, rest_is_read) and trip.rest_pending
         try:

@@ -13,6 +13,11 @@ from kvway_router.reading import Route
 TIMEOUT_HEADER: Final = "x-kvway-timeout-s"
 """Seconds that a client gives its request, fewer than the router would."""
 _MAX_TIMEOUT_CHARS: Final = 16
+_COMPUTING: Final = (
+    *("/v1/audio/", "/v1/classify", "/v1/embeddings", "/v1/images/", "/v1/moderations"),
+    *("/v1/pooling", "/v1/rerank", "/v1/score"),
+)
+"""Paths of which it is known that an answer leaves nothing behind at its replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +28,24 @@ class Call:
         request_id: Names it everywhere, 32 hex digits made by the router.
         route: Where it was sent.
         headers: The client's headers.
+        target: Path and query for the replica.
+        method: Of the request.
         tenant: Whose it is, for fairness; without API keys all are of one.
     """
 
     request_id: str
     route: Route
     headers: CIMultiDict[str]
+    target: str
+    method: str = "POST"
     tenant: str = ""
+
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether it does no harm when two replicas get it, or one gets it twice."""
+        if self.route is not Route.OPAQUE or self.method == "GET":
+            return True
+        return self.target.startswith(_COMPUTING)
 
     def time_s(self, *, most_s: float) -> float:
         """Returns how long the request may take: what the client wants, within `most_s`.

@@ -28,9 +28,20 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: It cannot start as configured.
     """
-    settings = load(
-        RouterSettings, argv, env=os.environ, prog="kvway router", description=DESCRIPTION
-    ).config
+
+    def read() -> RouterSettings:
+        return load(
+            RouterSettings, argv, env=os.environ, prog="kvway router", description=DESCRIPTION
+        ).config
+
+    settings = read()
+    if settings.processes > 1 and not settings.share_port:
+        logs.setup(settings.log_level)
+        from kvway_router.processes import serve_processes
+
+        return run_supervised(
+            lambda supervisor: serve_processes(argv, settings, supervisor=supervisor)
+        )
     spec = settings.model or ""  # never empty: the settings check it
     encoder = PromptEncoder.load(
         find_model(spec, os.environ),
@@ -39,13 +50,15 @@ def run(argv: Sequence[str]) -> int:
     )
     name = settings.served_model_name or served_model_name(spec)
     logs.setup(settings.log_level)
-    from kvway_router.app import serve  # the web server is not needed for --help
+    from kvway_router.serving import serve  # the web server is not needed for --help
 
     # What is there now stays: a full collection would go through it, 30 ms of the event loop.
     gc.collect()
     gc.freeze()
     return run_supervised(
-        lambda supervisor: serve(settings, name=name, encoder=encoder, supervisor=supervisor)
+        lambda supervisor: serve(
+            settings, name=name, encoder=encoder, supervisor=supervisor, reread=read
+        )
     )
 
 

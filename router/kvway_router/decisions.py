@@ -127,6 +127,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
         attempts: Every try, in order.
         status: HTTP status the client got; None before its answer begins.
         finish: How it ended: "done", "failed", "client_gone" or "shut_down"; "running" until then.
+        end: How and where it ended, in the two letters of `ends.py`; empty until then.
         error: Code of the error that ended it, if one did.
         cached_tokens: Prompt tokens that the replica says it had cached; None if it does not say.
         ttft_s: From arrival to the first byte of the answer, at the router; there once it begins.
@@ -159,6 +160,7 @@ class DecisionRecord(msgspec.Struct, frozen=True, kw_only=True):
     busy_share: float = 0.0
     status: int | None = None
     finish: str = "running"
+    end: str = ""
     error: str | None = None
     cached_tokens: int | None = None
     ttft_s: float | None = None

@@ -1,4 +1,4 @@
-"""Where replicas come from: a fixed list, names that DNS resolves, or both.
+"""Where replicas come from: a fixed list, names that DNS resolves, and calls of the admin API.
 
 The result is always the whole set; what changed is for `ReplicaSet.set_replicas` to find out.
 """
@@ -6,6 +6,7 @@ The result is always the whole set; what changed is for `ReplicaSet.set_replicas
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,11 @@ from typing import Final, Self, TypeAlias
 from urllib.parse import urlsplit
 
 import structlog
+
+from kvway_core.errors import InvalidRequest
+
+MAX_CALLS: Final = 1024
+"""Replicas that are added and removed by call, at most."""
 
 DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
@@ -127,17 +133,57 @@ class Discovery:
         self._interval_s = interval_s
         self._resolve = resolve or resolve_ipv4
         self._told: tuple[str, ...] | None = None
+        self._added: dict[str, str] = {}
+        self._removed: set[str] = set()
+        self._has_news = asyncio.Event()
 
     async def run(self) -> None:
-        """Looks up until cancelled; returns at once when there is nothing to look up."""
+        """Looks up until cancelled."""
         self._tell()
-        while self._found:
+        while True:
+            self._has_news.clear()
             await self.refresh()
-            await asyncio.sleep(self._interval_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s if self._found else None):
+                    await self._has_news.wait()
+
+    def set_sources(self, static: Sequence[str], names: Sequence[DnsName]) -> None:
+        """Takes another fixed list and other names; what is known of a name that stays is kept."""
+        self._static = tuple(static)
+        self._found = {name: self._found.get(name, ()) for name in names}
+        self._failing &= self._found.keys()
+        self._tell()
+        self._has_news.set()
+
+    def add(self, address: ReplicaAddress) -> None:
+        """Adds a replica, for good: neither the list nor a name has to have it.
+
+        Raises:
+            InvalidRequest: `MAX_CALLS` were added already.
+        """
+        if address.id not in self._added and len(self._added) >= MAX_CALLS:
+            raise InvalidRequest(f"{MAX_CALLS} replicas were added by call; remove some of them.")
+        self._removed.discard(address.id)
+        self._added[address.id] = address.url
+        self._tell()
+
+    def remove(self, replica_id: str) -> None:
+        """Removes a replica, until it is added again: also if the list or a name has it.
+
+        Raises:
+            InvalidRequest: `MAX_CALLS` were removed already.
+        """
+        if len(self._removed) >= MAX_CALLS:
+            raise InvalidRequest(
+                f"{MAX_CALLS} replicas were removed by call; take them out of the configuration."
+            )
+        self._added.pop(replica_id, None)
+        self._removed.add(replica_id)
+        self._tell()
 
     async def refresh(self) -> None:
         """Looks up every name once and tells of a change."""
-        for name in self._found:
+        for name in list(self._found):
             try:
                 addresses = await self._resolve(name.host, name.port)
             except OSError as exc:
@@ -146,6 +192,8 @@ class Discovery:
             if not addresses:
                 self._note_failure(name, "no address")
                 continue
+            if name not in self._found:
+                continue  # it was dropped meanwhile
             if name in self._failing:
                 self._failing.discard(name)
                 _log.info("dns_lookup_recovered", host=name.host)
@@ -153,7 +201,7 @@ class Discovery:
         self._tell()
 
     def _note_failure(self, name: DnsName, error: str) -> None:
-        if name not in self._failing:
+        if name in self._found and name not in self._failing:
             self._failing.add(name)
             _log.warning(
                 "dns_lookup_failed", host=name.host, error=error, kept=len(self._found[name])
@@ -161,7 +209,8 @@ class Discovery:
 
     def _tell(self) -> None:
         found = sorted({url for urls in self._found.values() for url in urls})
-        urls = tuple(dict.fromkeys((*self._static, *found)))
+        wanted = dict.fromkeys((*self._static, *found, *self._added.values()))
+        urls = tuple(url for url in wanted if ReplicaAddress.parse(url).id not in self._removed)
         if urls != self._told:
             self._told = urls
             self._on_change(urls)

@@ -53,6 +53,9 @@ from kvway_router.trips import Trip, TripLog
 class Dispatcher:
     """Takes every request through its phases.
 
+    Attributes:
+        max_attempts: As below, like `timeout_s`; both count for requests that begin from now on.
+
     Args:
         intake: Phase 1.
         admission: Phase 2.
@@ -89,8 +92,8 @@ class Dispatcher:
         self._ledger = ledger
         self._trips = trips
         self._block_size = block_size
-        self._max_attempts = max_attempts
-        self._timeout_s = timeout_s
+        self.max_attempts = max_attempts
+        self.timeout_s = timeout_s
         self.budget = RetryBudget(ledger.now())
         self.quarantine = Quarantine()
         self.running = RunningRequests()
@@ -105,7 +108,7 @@ class Dispatcher:
         with self.running.entry(), self._trips.trip(call.request_id, call.route) as trip:
             self.budget.deposit(self._ledger.now(), num_running=self.running.num_running)
             try:
-                time_s = call.time_s(most_s=self._timeout_s)
+                time_s = call.time_s(most_s=self.timeout_s)
                 async with self.running.breakable() as cut:
                     with Watch(cut) as clock:
                         late = DeadlineExceeded(f"The request was not done within {time_s:g} s.")
@@ -134,7 +137,9 @@ class Dispatcher:
         left_s = until_s - self._ledger.now()
         await self._admission.turn(tenant=call.tenant, cost=work, left_s=left_s)
         trip.admitted()
-        retries = Retries(self.budget, max_attempts=self._max_attempts)
+        retries = Retries(
+            self.budget, max_attempts=self.max_attempts, may_repeat=call.may_be_repeated
+        )
         choice = self._chooser.choose(reading, tried=retries.tried)
         with Blame(self._replicas, self._ledger) as blame:
             while True:
@@ -161,7 +166,7 @@ class Dispatcher:
                 if another is None:
                     break
                 choice = another
-        if retries.num_crashed > 1:
+        if retries.num_crashed > 1 and body:
             self.quarantine.put(body, self._ledger.now())
         await self._give_up(failure, downstream, trip, num_crashed=retries.num_crashed)
 
@@ -194,5 +199,5 @@ class Dispatcher:
             raise failure
         if failure.status == 429:
             raise Overloaded("Every replica is busy; try again later.") from failure
-        await pass_on(failure.answer, downstream, trip=trip)
         trip.failed(failure)
+        await pass_on(failure.answer, downstream, trip=trip)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import Final
 
@@ -13,7 +15,12 @@ from multidict import CIMultiDict
 from typing_extensions import override
 
 from kvway_core.api import ModelCard, ModelList, encode, sse
-from kvway_core.errors import ClientDisconnected, KvwayError, error_body
+from kvway_core.errors import (
+    ClientDisconnected,
+    KvwayError,
+    NotFound,
+    error_body,
+)
 from kvway_core.metrics import CONTENT_TYPE
 from kvway_core.openapi import OPENAPI_PATH, openapi
 from kvway_core.web import error_response, json_response, read_body
@@ -21,13 +28,24 @@ from kvway_router.call import Call, Downstream
 from kvway_router.dispatch import Dispatcher
 from kvway_router.metrics import RouterMetrics
 from kvway_router.openapi import OPERATIONS
-from kvway_router.reading import Route
+from kvway_router.reading import GENERATING, Route
 from kvway_router.replicas import ReplicaSet
+from kvway_router.tracing import Tracer
 
 REQUEST_ID: Final = web.RequestKey("request_id", str)
 _BREAK_OFF_S: Final = 1.0
 _MAX_RETRY_AFTER_S: Final = 5
 _GONE: Final = "The client closed the connection."
+
+_PASSED_ON: Final = re.compile(r"/v1(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~:@+,=-]+)+")
+"""Paths that are passed on: only such as every server reads alike, or one that is refused here
+could be meant there."""
+_QUERY: Final = re.compile(r"(?:\?[!-~]*)?")
+_PASSED_ON_METHODS: Final = ("DELETE", "GET", "PATCH", "POST", "PUT")
+_MODELS: Final = "/v1/models"
+_OWN_PATHS: Final = {route.value: ("POST",) for route in GENERATING} | {_MODELS: ("GET", "HEAD")}
+_CHANGES_REPLICAS: Final = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+"""What is not a client's to do: it changes one replica of many."""
 
 
 class HttpDownstream(Downstream):
@@ -101,6 +119,7 @@ class ApiHandlers:
         max_model_len: Returns the longest context there is; None if nobody says.
         model: Served model name.
         created_s: When the router started, Unix seconds.
+        tracer: Traces requests; None for no traces.
     """
 
     def __init__(
@@ -112,6 +131,7 @@ class ApiHandlers:
         max_model_len: Callable[[], int | None],
         model: str,
         created_s: int,
+        tracer: Tracer | None,
     ) -> None:
         """Takes what the routes need."""
         self._dispatcher = dispatcher
@@ -120,6 +140,7 @@ class ApiHandlers:
         self._max_model_len = max_model_len
         self._model = model
         self._created_s = created_s
+        self._tracer = tracer
         self._openapi = openapi(
             title="kvway router", version=version("kvway"), model=model, operations=OPERATIONS
         )
@@ -137,9 +158,10 @@ class ApiHandlers:
         return [
             web.post(Route.CHAT.value, self.chat),
             web.post(Route.COMPLETIONS.value, self.completions),
-            web.get("/v1/models", self.models),
+            web.get(_MODELS, self.models),
             web.get(OPENAPI_PATH, self.openapi),
             *self.probes(),
+            web.route("*", "/v1/{path:.*}", self.pass_on),
         ]
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -150,13 +172,32 @@ class ApiHandlers:
         """``POST /v1/completions``."""
         return await self._generate(Route.COMPLETIONS, request)
 
+    async def pass_on(self, request: web.Request) -> web.StreamResponse:
+        """Every other path below ``/v1``: embeddings, sounds, whatever a replica may have."""
+        path, mark, query = request.raw_path.partition("?")
+        if path in _OWN_PATHS:
+            raise web.HTTPMethodNotAllowed(request.method, _OWN_PATHS[path])
+        is_known = path.lower() in _CHANGES_REPLICAS or path.lower() in _OWN_PATHS
+        if is_known or not (_PASSED_ON.fullmatch(path) and _QUERY.fullmatch(mark + query)):
+            raise NotFound("There is no such route.")
+        if request.method not in _PASSED_ON_METHODS:
+            raise web.HTTPMethodNotAllowed(request.method, _PASSED_ON_METHODS)
+        return await self._generate(Route.OPAQUE, request)
+
     async def _generate(self, route: Route, request: web.Request) -> web.StreamResponse:
         request_id = secrets.token_hex(16)
         request[REQUEST_ID] = request_id
         downstream = HttpDownstream(request)
-        call = Call(request_id=request_id, route=route, headers=CIMultiDict(request.headers))
+        call = Call(
+            request_id=request_id,
+            route=route,
+            headers=CIMultiDict(request.headers),
+            target=_target(route, request),
+            method=request.method,
+        )
         try:
-            await self._dispatcher.dispatch(call, downstream)
+            with self._tracer.request(call) if self._tracer else nullcontext():
+                await self._dispatcher.dispatch(call, downstream)
         except KvwayError as exc:  # raised only before the client was sent anything
             return error_response(exc, headers=_retry_after() if exc.http_status == 503 else None)
         return downstream.response
@@ -197,6 +238,17 @@ class ApiHandlers:
     async def metrics(self, _request: web.Request) -> web.Response:
         """``GET /metrics``, in the text format of Prometheus."""
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _target(route: Route, request: web.Request) -> str:
+    """Returns path and query for the replica, spelled as they came.
+
+    The playground sends to a route under another path, which is why that of a route counts.
+    """
+    path, mark, query = request.raw_path.partition("?")
+    if route is not Route.OPAQUE:
+        path = route.value
+    return path + mark + query if _QUERY.fullmatch(mark + query) else path
 
 
 def _retry_after() -> dict[str, str]:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 from kvway_router.holding import Tier
 from kvway_router.index import BlockIndex
-from kvway_router.reading import ReaderPool, Reading, Route, ServedModel
+from kvway_router.reader_pool import ReaderPool
+from kvway_router.reading import Reading, Route, ServedModel
 from kvway_router.rests import RestReader
 
 
@@ -68,6 +69,9 @@ class Intake:
             max_model_len=self._max_model_len(),
             sticky=sticky,
         )
+        if route is Route.OPAQUE:
+            await self._parsers.run(reading.parse)
+            return reading
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._readers.run(reading.advance)

@@ -20,7 +20,7 @@ from kvway_core.tokenizing import TextTokenizer
 from kvway_router.admission import Admission
 from kvway_router.fleet import Fleet, FleetView
 from kvway_router.policies.reasons import Reason
-from kvway_router.reading import ReaderPool
+from kvway_router.reader_pool import ReaderPool
 from kvway_router.replica import ReplicaState
 from kvway_router.rests import RestReader
 from kvway_router.retry import Refusal
@@ -160,7 +160,7 @@ class RouterMetrics:
             if attempt.error is not None:
                 self._failed_attempts.labels(attempt.error).inc()
         self._retries.inc(max(0, len(record.attempts) - 1))
-        if trip.is_event_stream and trip.ttft_s is not None and len(record.attempts) == 1:
+        if trip.shows_ttft and trip.ttft_s is not None:
             self._ttft_s.observe(trip.ttft_s)
             self._ttft_error_s.observe(trip.ttft_s - record.predicted_ttft_s)
 

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 from multidict import CIMultiDict
+from typing_extensions import override
 
 from kvway_core.errors import ReplicaError, ReplicaFailed, StreamBroken
 
@@ -135,6 +136,19 @@ class Passing:
             cached = _cached_in(payload)
             if cached is not None:
                 return cached
+        return None
+
+
+class Opaque(Passing):
+    """An answer that is not looked at: what it means is between the client and the replica."""
+
+    def __init__(self) -> None:
+        """Nothing of it is ever kept."""
+        super().__init__(CIMultiDict(), is_event_stream=False)
+        self._wants_body = False
+
+    @override
+    def cached_tokens(self) -> int | None:
         return None
 
 

@@ -14,7 +14,8 @@ import msgspec
 from kvway_core.token_bytes import TokenBytes
 from kvway_router.chooser import Chooser
 from kvway_router.decisions import CandidateRecord, shown_candidates
-from kvway_router.reading import ReaderPool, Reading, Route, ServedModel
+from kvway_router.reader_pool import ReaderPool
+from kvway_router.reading import Reading, Route, ServedModel
 
 MAX_TOKENS: Final = 4096
 """Tokens whose text is told; the page shows no more."""

@@ -12,7 +12,7 @@ which is how the replica learns that nobody waits any more.
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from typing import Final, Self, TypeAlias
 
 import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
 
 from kvway_core.errors import (
     ConnectFailed,
@@ -71,7 +72,7 @@ def request_headers(received: _Headers, *, request_id: str) -> CIMultiDict[str]:
     with underscores in place of hyphens. The client's ``x-request-id`` is kept; without one the
     router's own id is sent.
     """
-    headers = _end_to_end(received)
+    headers = end_to_end(received)
     for name in {name for name in headers if _is_not_for_replica(_plain(name))}:
         headers.popall(name, None)
     headers.setdefault("X-Request-Id", request_id)
@@ -82,7 +83,8 @@ def _is_not_for_replica(name: str) -> bool:
     return name in _NOT_FORWARDED or name.startswith(_INTERNAL_PREFIX)
 
 
-def _end_to_end(headers: _Headers) -> CIMultiDict[str]:
+def end_to_end(headers: _Headers) -> CIMultiDict[str]:
+    """Returns headers without those of the connection, and without those that these name."""
     dropped = set(HOP_BY_HOP)
     for value in headers.getall("connection", ()):
         dropped.update(name.strip().lower() for name in value.split(","))
@@ -184,39 +186,61 @@ class ReplicaClient:
 
     @asynccontextmanager
     async def attempt(
-        self, url: str, *, headers: Mapping[str, str], body: bytes
+        self,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        body: bytes,
+        method: str = "POST",
+        may_be_repeated: bool = True,
     ) -> AsyncIterator[ReplicaAnswer]:
-        """Posts `body` to `url` and gives the answer once its head is there.
+        """Sends a request and gives the answer once its head is there.
 
         A pooled connection that the replica had already closed costs nothing but a new one: when a
         reused connection breaks before the first byte of an answer, the request is sent once more.
+
+        Args:
+            url: `http://host:port` and what follows, which is sent as it is.
+            headers: Of the request.
+            body: Of the request.
+            method: Of the request.
+            may_be_repeated: Whether the replica may get it twice. What may not is sent over a
+                connection of its own.
 
         Raises:
             ConnectFailed: No connection; nothing was sent.
             StreamBroken: The connection ended without an answer.
             ProtocolError: The answer's head cannot be understood.
         """
-        response = await self._post(url, headers=headers, body=body)
+        sessions = (self._pooled, self._fresh) if may_be_repeated else (self._fresh,)
+        response = await self._send(sessions, method, url, headers=headers, body=body)
         try:
             if not 200 <= response.status <= 599:
                 raise ProtocolError(f"The replica answered with status {response.status}.")
-            yield ReplicaAnswer(response.status, _end_to_end(response.headers), response)
+            yield ReplicaAnswer(response.status, end_to_end(response.headers), response)
         finally:
             response.close()  # gives a connection back only when its answer was read to the end
 
-    async def _post(
-        self, url: str, *, headers: Mapping[str, str], body: bytes
+    async def _send(
+        self,
+        sessions: Sequence[aiohttp.ClientSession | None],
+        method: str,
+        url: str,
+        *,
+        headers: Mapping[str, str],
+        body: bytes,
     ) -> aiohttp.ClientResponse:
-        if self._pooled is None or self._fresh is None:
-            raise RuntimeError("the client is not open")
         trace = SimpleNamespace(reused=False)
-        for session in (self._pooled, self._fresh):
+        for session in sessions:
+            if session is None:
+                raise RuntimeError("the client is not open")
             try:
-                return await session.post(
-                    url,
+                return await session.request(
+                    method,
+                    URL(url, encoded=True),
                     headers=headers,
                     # A new one each time: sending closes it.
-                    data=io.BytesIO(body) if len(body) > _LARGE_BYTES else body,
+                    data=io.BytesIO(body) if len(body) > _LARGE_BYTES else body or None,
                     allow_redirects=False,
                     trace_request_ctx=trace,
                 )

@@ -1,32 +1,27 @@
-"""From a request body to what the router must know about it: pure CPU work, kept off the loop.
+"""From a request body to what the router must know about it: pure CPU work, for threads.
 
-`Reading` reads one request, its prompt from the front and no further than it is asked to;
-`ReaderPool` runs it in a few threads with a bounded line before them, so that one long prompt
-delays neither others' streams nor the probes.
+`Reading` reads one request, its prompt from the front and no further than it is asked to.
 """
 
 from __future__ import annotations
 
-import asyncio
+import re
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 import xxhash
 
 from kvway_core.api import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from kvway_core.blocks import Namespace
-from kvway_core.errors import ContextLengthExceeded, ModelNotFound, Overloaded
+from kvway_core.errors import ContextLengthExceeded, ModelNotFound
 from kvway_core.prompting import PromptReader, read_prompts
 from kvway_core.prompts import PromptEncoder
 from kvway_core.strict_json import top_level_fields
 from kvway_router.chains import ChainCache, EventChain
-
-_Result = TypeVar("_Result")
 
 _SALT: Final = "cache_salt"
 """Field of a body that never reaches a replica: who shares a cache is not the client's choice."""
@@ -43,6 +38,9 @@ KEY_BLOCKS: Final = 8
 FIRST_STEP_CHARS: Final = 1024
 """New text of a prompt that is read before anybody is asked whether they hold it."""
 
+_LIKE_OBJECT: Final = re.compile(rb"[\s\x00\xef\xbb\xbf\xff\xfe]*+\{")
+"""How an object begins, also in an encoding or behind a mark that some parsers take."""
+
 _DOUBT: Final = 1.5
 """A prompt whose length is estimated may be so much longer."""
 
@@ -50,11 +48,25 @@ _SLICE_CHARS: Final = 16 * 1024
 """New text that is read before it is asked whether the time is up."""
 
 
+OPAQUE_BYTES_PER_TOKEN: Final = 4
+OPAQUE_TOKENS: Final = 512
+"""Most work that a request counts for whose body is not read: it may be a sound or a picture."""
+
+
 class Route(Enum):
-    """The routes that generate; the value is the path, here and at every replica."""
+    """Where requests come in; the value of those that generate is their path.
+
+    What comes to any other path below ``/v1`` is `OPAQUE`: its body is passed on and not looked
+    at, so replicas are weighed for it by their load alone.
+    """
 
     CHAT = "/v1/chat/completions"
     COMPLETIONS = "/v1/completions"
+    OPAQUE = "/v1/*"
+
+
+GENERATING: Final = (Route.CHAT, Route.COMPLETIONS)
+"""The routes whose prompts are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +76,8 @@ class ReadRequest:
     Attributes:
         model: Served model name.
         stream: Whether the client asked for an event stream.
-        num_prompts: Prompts in the request; all but the first count as work only.
+        num_prompts: Prompts in the request; all but the first count as work only. 0 of one whose
+            body is not read.
         num_tokens: Prompt tokens of all prompts together; about so many unless `exact`.
         num_output_tokens: Output to reckon with: what the client allows, within reason.
         hashes: Event hash of each full block of the first prompt, as far as it was read.
@@ -146,6 +159,29 @@ def read_request(
     reading.finish()
     reading.check_fits()
     return reading.request
+
+
+def opaque_request(body: bytes, *, model: ServedModel, sticky: str | None) -> ReadRequest:
+    """Returns what routing needs of a request whose body is not read: how long it is.
+
+    What looks like a JSON object, to a lenient parser even, must be one: its salt is taken out.
+
+    Raises:
+        InvalidRequest: It is not.
+    """
+    if _LIKE_OBJECT.match(body) and _SALT in top_level_fields(body):
+        body = without_salt(body)
+    return ReadRequest(
+        model=model.name,
+        stream=False,
+        num_prompts=0,
+        num_tokens=max(1, min(OPAQUE_TOKENS, len(body) // OPAQUE_BYTES_PER_TOKEN)),
+        num_output_tokens=0,
+        hashes=(),
+        body=body,
+        exact=False,
+        sticky_key=sticky_key(sticky),
+    )
 
 
 class Reading:
@@ -233,6 +269,10 @@ class Reading:
         """
         with self._parse_lock:
             if self.is_parsed:
+                return
+            if self._route is Route.OPAQUE:
+                self.request = opaque_request(self._body, model=self._model, sticky=self._sticky)
+                self.front_done = self.is_parsed = True
                 return
             chat = self._route is Route.CHAT
             parsed = parse_chat(self._body) if chat else parse_completion(self._body)
@@ -348,43 +388,3 @@ def without_salt(body: bytes) -> bytes:
     """Returns `body` without the client's salt. What stays keeps its order and its spelling."""
     fields = top_level_fields(body)
     return msgspec.json.encode({key: value for key, value in fields.items() if key != _SALT})
-
-
-class ReaderPool:
-    """A few threads for CPU work, and a bounded line in front of them.
-
-    The loop keeps the line, not the executor: who gives up waiting leaves nothing behind.
-    """
-
-    def __init__(self, *, num_threads: int, max_waiting: int) -> None:
-        """Makes a pool; its threads start with the first work."""
-        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="kvway-reader")
-        self._free = asyncio.Semaphore(num_threads)
-        self._max_waiting = max_waiting
-        self._num_waiting = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """Pieces of work in line."""
-        return self._num_waiting
-
-    async def run(self, work: Callable[[], _Result]) -> _Result:
-        """Runs `work` in a thread and returns its result, or raises what it raised.
-
-        Raises:
-            Overloaded: The line is full.
-        """
-        if self._free.locked() and self._num_waiting >= self._max_waiting:
-            raise Overloaded("Too many prompts are waiting to be read; come back in a second.")
-        self._num_waiting += 1
-        try:
-            await self._free.acquire()
-        finally:
-            self._num_waiting -= 1
-        future = asyncio.get_running_loop().run_in_executor(self._executor, work)
-        future.add_done_callback(lambda _: self._free.release())
-        return await asyncio.shield(future)
-
-    def close(self) -> None:
-        """Lets the threads end after the work they have."""
-        self._executor.shutdown(wait=False, cancel_futures=True)

@@ -6,7 +6,7 @@
         | it says "starting"           |   |        good probes in a row            |
         +------------------------------+   +----------------------------------------+
                                        |
-                                       | it says "draining"
+                                       | it says "draining", or is told to drain
                                        v
                                     DRAINING      finishes what it has, takes nothing new
 
@@ -45,6 +45,7 @@ class ReplicaOptions:
         failures: Bad looks in a row that make a READY replica UNHEALTHY.
         successes: Good looks in a row that bring an UNHEALTHY one back.
         slots: Requests that a replica runs at once if it does not tell.
+        num_routers: Routers that share all replicas evenly, this one among them.
         engine_interval_s: Time between two looks at what an engine without reports says of itself.
         feed: How KV events are read.
         kv_events: Where engines publish them that do not say it themselves.
@@ -56,6 +57,7 @@ class ReplicaOptions:
     failures: int = 3
     successes: int = 2
     slots: int = 128
+    num_routers: int = 1
     engine_interval_s: float = 5.0
     feed: FeedOptions = field(default_factory=FeedOptions)
     kv_events: tuple[EventsOption, ...] = ()
@@ -75,6 +77,7 @@ class Replica:
         no_report: Why it is used without a report, for a person; empty when nothing is wrong.
         feed_stats: What became of its KV events, over all feeds it had.
         is_sglang: Whether it is SGLang, which wants to be told of requests that nobody waits for.
+        is_drained: Whether it was told to take nothing new, by whoever runs the router.
     """
 
     __slots__ = (
@@ -86,6 +89,7 @@ class Replica:
         "feed_stats",
         "host",
         "id",
+        "is_drained",
         "is_sglang",
         "no_report",
         "report",
@@ -105,6 +109,7 @@ class Replica:
         self.no_report = ""
         self.feed_stats = FeedStats()
         self.is_sglang = False
+        self.is_drained = False
         self._options = options
         self._num_good = 0
         self._num_bad = 0
@@ -124,12 +129,20 @@ class Replica:
             return
         self._num_bad = 0
         self._num_good += 1
-        if says == "draining":
+        if self.is_drained:
+            self._set(ReplicaState.DRAINING, "it was told to drain")
+        elif says == "draining":
             self._set(ReplicaState.DRAINING, "it is draining")
         elif says == "starting":
             self._set(ReplicaState.STARTING, "it is starting")
         elif self.state is not ReplicaState.UNHEALTHY or self._num_good >= self._options.successes:
             self._set(ReplicaState.READY, "")
+
+    def drain(self) -> None:
+        """Takes nothing new, until `is_drained` is taken back."""
+        self.is_drained = True
+        if self.state is not ReplicaState.UNHEALTHY:
+            self._set(ReplicaState.DRAINING, "it was told to drain")
 
     def on_bad(self, error: str, *, hard: bool) -> None:
         """Moves on after no answer or a bad one; `hard` means that one is enough."""

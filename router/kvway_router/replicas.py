@@ -137,9 +137,10 @@ class ReplicaSet:
         }
 
     def slots(self, replica_id: str) -> int:
-        """Returns how many requests a replica runs at once."""
+        """Returns how many requests a replica runs at once, this router's part of them."""
         report = self._members[replica_id].replica.report
-        return report.max_num_seqs if report and report.max_num_seqs else self._options.slots
+        slots = report.max_num_seqs if report and report.max_num_seqs else self._options.slots
+        return -(-slots // self._options.num_routers)
 
     def num_in_flight(self, replica_id: str) -> int:
         """Returns how many requests a replica has from here."""
@@ -214,6 +215,16 @@ class ReplicaSet:
                 self._members[replica_id] = member
                 self._watch_if_running(member)
                 _log.info("replica_added", replica=replica_id)
+
+    def drain(self, replica_id: str) -> None:
+        """Sends a replica of the set nothing new; it finishes what it has."""
+        self.watcher.drain(self._members[replica_id])
+
+    def resume(self, replica_id: str) -> None:
+        """Takes a `drain` back: the next good look makes the replica ready."""
+        member = self._members[replica_id]
+        member.replica.is_drained = False
+        member.look_now.set()
 
     def remember(self, snapshot: Snapshot | None) -> None:
         """Has what a snapshot says of a replica taken for true when that replica is added."""

@@ -7,6 +7,7 @@
     429, 502, 503, or not HTTP                   yes                  yes
     500, 504, an error before any content        once per request     yes
     silent for too long                          never                it may still be at work
+    once sent, what must not be done twice       never, but for 429 and 503: it was not begun
     anything once the client has content         never
 
 "Once per request" bounds what a prompt that kills engines can do: it meets two of them, and then
@@ -101,14 +102,16 @@ class Retries:
     Args:
         budget: That of the router.
         max_attempts: Replicas it is sent to, at most.
+        may_repeat: Whether it does no harm when two of them work on it.
     """
 
-    def __init__(self, budget: RetryBudget, *, max_attempts: int) -> None:
+    def __init__(self, budget: RetryBudget, *, max_attempts: int, may_repeat: bool = True) -> None:
         """Nothing was tried."""
         self.tried: frozenset[str] = frozenset()
         self.num_crashed = 0
         self._budget = budget
         self._max_attempts = max_attempts
+        self._may_repeat = may_repeat
         self._num_sent = 0
         self._num_errors = 0
         self._unsent_s: float | None = None
@@ -134,7 +137,8 @@ class Retries:
             self._num_sent += 1
             self._num_errors += isinstance(error, ReplicaFailed)
             self.num_crashed += is_free
-            if isinstance(error, FirstTokenTimeout):
+            must_not = not self._may_repeat and not is_neutral(error)
+            if must_not or isinstance(error, FirstTokenTimeout):
                 return Refusal.NEVER
             if self.num_crashed > 1 or self._num_errors > 1:
                 return Refusal.AGAIN

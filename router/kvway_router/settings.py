@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from kvway_core.blocks import DEFAULT_BLOCK_SIZE
 from kvway_core.config import option
@@ -29,6 +30,7 @@ from kvway_router.policies.registry import DEFAULT_POLICY, POLICIES
 _MAX_PORT: Final = 65_535
 _POSITIVE: Final = (
     "block_size",
+    "processes",
     "max_body_bytes",
     "max_connections",
     "headers_timeout_s",
@@ -53,6 +55,7 @@ _NOT_NEGATIVE: Final = (
     "max_waiting_prompts",
     "max_queued",
     "max_decisions",
+    "trace_share",
     "tokenizer_cache_bytes",
     "lame_duck_s",
     "drain_timeout_s",
@@ -60,6 +63,8 @@ _NOT_NEGATIVE: Final = (
 _MOST: Final = {
     "host_reload_us": 1e6,
     "disk_reload_us": 1e6,
+    "processes": 256,
+    "trace_share": 1.0,
     "request_timeout_s": 1800.0,
     "first_token_timeout_s": 1800.0,
     "token_timeout_s": 1800.0,
@@ -91,6 +96,12 @@ class RouterSettings:
     )
     host: str = option("127.0.0.1", help="address of the API listener")
     port: int = option(8080, help="port of the API listener, 0 for any free one")
+    processes: int = option(
+        1, help="router processes that share the port; each has its own limits and threads"
+    )
+    share_port: bool = option(
+        False, help="be one of several processes on the port instead of starting them"
+    )
     admin_host: str = option("127.0.0.1", help="address of the page and the admin API")
     admin_port: int = option(8081, help="port of the page and the admin API, 0 for any free one")
     ready_file: Path | None = option(
@@ -200,6 +211,14 @@ class RouterSettings:
     drain_timeout_s: float = option(
         30.0, help="time that running requests have to end after that", unit="seconds"
     )
+    trace_endpoint: str | None = option(
+        None,
+        help="where traces go: an OpenTelemetry collector that takes OTLP over HTTP",
+        metavar="URL",
+    )
+    trace_share: float = option(
+        1.0, help="of requests without a traceparent, the share that is traced"
+    )
     log_level: str = option(
         "info", help="least level that is logged", choices=("debug", "info", "warning", "error")
     )
@@ -233,6 +252,8 @@ class RouterSettings:
             yield from _refusal("--kv-events", text, EventsOption.parse)
         if self.policy not in POLICIES:
             yield f"--policy {self.policy!r} is not one of {', '.join(POLICIES)}"
+        if self.trace_endpoint is not None and not _is_http(self.trace_endpoint):
+            yield f"--trace-endpoint {self.trace_endpoint!r} is not like http://localhost:4318"
         yield from self._number_problems()
         for name, most in _MOST.items():
             if getattr(self, name) > most:
@@ -259,6 +280,14 @@ class RouterSettings:
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 yield f"{_flag(name)} must not be negative, got {getattr(self, name)}"
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        return False
 
 
 def _flag(field: str) -> str:

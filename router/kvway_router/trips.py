@@ -25,6 +25,7 @@ from kvway_router.decisions import (
     DecisionStore,
     UnusableRecord,
 )
+from kvway_router.ends import Where, end_by_client, end_of_answer, end_of_failure
 from kvway_router.fleet import Traffic
 from kvway_router.policy import Decision
 from kvway_router.reading import Reading, ReadRequest, Route
@@ -41,6 +42,7 @@ class Trip:
 
     Attributes:
         is_event_stream: Whether the answer is a stream of events, once there is one.
+        end: How it ended, by `ends.py`; empty until then.
         arrived_s: When it came, by the monotonic clock.
         queued_s: How long it waited for a replica with room; None before it was chosen for.
         refusal: Why it was not tried again, if that was so.
@@ -66,6 +68,7 @@ class Trip:
         self.is_event_stream = False
         self.status: int | None = None
         self.finish = "running"
+        self.end = ""
         self.error: str | None = None
         self.read_s: float | None = None
         self.queued_s: float | None = None
@@ -93,6 +96,23 @@ class Trip:
         if self._reported_tokens is None or self.request is None:
             return None
         return min(self._reported_tokens, self.request.num_tokens)
+
+    @property
+    def shows_ttft(self) -> bool:
+        """Whether its first token was seen, at the replica for which it was predicted."""
+        record = self.record
+        if record is None or self.ttft_s is None or not self.is_event_stream:
+            return False
+        return record.num_prompts > 0 and len(record.attempts) == 1
+
+    @property
+    def where(self) -> Where:
+        """How far it has come."""
+        if self.request is None:
+            return Where.READING
+        if self.record is None or not self.record.replica_id:
+            return Where.QUEUE
+        return Where.WAITING if self.ttft_s is None else Where.DATA
 
     @property
     def headers(self) -> dict[str, str]:
@@ -228,6 +248,7 @@ class Trip:
     def done(self, *, cached_tokens: int | None = None) -> None:
         """The client has the whole answer."""
         self.finish = "done"
+        self.end = end_of_answer(self.status or 0)
         self._reported_tokens = cached_tokens
 
     def failed(self, error: KvwayError) -> None:
@@ -235,6 +256,7 @@ class Trip:
         if isinstance(error, ClientDisconnected):
             self.client_left()
             return
+        self.end = end_of_failure(error, self.where)
         self.finish = "shut_down" if isinstance(error, ShuttingDown) else "failed"
         self.error = error.code
         if self.ttft_s is None:
@@ -243,6 +265,7 @@ class Trip:
     def client_left(self) -> None:
         """The client went away."""
         self.finish = "client_gone"
+        self.end = end_by_client(self.where)
         self.error = ClientDisconnected.code
         self.status = ClientDisconnected.http_status
 
@@ -256,6 +279,7 @@ class Trip:
             self.record,
             status=self.status,
             finish=self.finish,
+            end=self.end,
             error=self.error,
             cached_tokens=self.cached_tokens,
             ttft_s=self.ttft_s,
@@ -329,7 +353,7 @@ class TripLog:
             if is_known
             else 0,
         )
-        if trip.is_event_stream and trip.ttft_s is not None and len(record.attempts) == 1:
+        if trip.shows_ttft and trip.ttft_s is not None:
             self._traffic.add_ttft(
                 record.replica_id, predicted_s=record.predicted_ttft_s, real_s=trip.ttft_s
             )
@@ -340,6 +364,7 @@ def _log_line(trip: Trip) -> None:
     fields: dict[str, object] = {
         "request_id": trip.request_id,
         "route": trip.route.value,
+        "end": trip.end,
         "status": trip.status,
         "finish": trip.finish,
         "error": trip.error,

@@ -211,6 +211,13 @@ class Watcher:
             member.engine, member.asked_engine_s = EngineReport(), -math.inf
         self._note_change(replica, was=was)
 
+    def drain(self, member: Member) -> None:
+        """Has a replica take nothing new."""
+        was = member.replica.state
+        member.replica.drain()
+        self._note_change(member.replica, was=was)
+        self.on_change()
+
     def _note_silence(self, member: Member) -> None:
         """Lets go who waits for an answer of one that does not even answer a look any more."""
         if member.replica.state is ReplicaState.UNHEALTHY:

@@ -129,7 +129,8 @@ class Cluster:
         router = await self.start(
             "router",
             *("router", "--model", str(self.model), "--served-model-name", "tiny"),
-            *("--port", "0", "--admin-port", "0", *replicas, *args),
+            # On a starved machine a look takes long; a test that freezes replicas gives its own.
+            *("--port", "0", "--admin-port", "0", "--probe-timeout-s", "5", *replicas, *args),
             prefix=prefix,
         )
         await self.replicas_ready(router, len(urls))

@@ -93,7 +93,11 @@ async def test_names_are_looked_up_again_and_again() -> None:
 
 async def test_without_names_the_fixed_ones_are_told_and_that_is_all() -> None:
     told: list[Sequence[str]] = []
-    await Discovery(["http://a:1", "http://a:1"], [], on_change=told.append).run()
+    task = asyncio.create_task(
+        Discovery(["http://a:1", "http://a:1"], [], on_change=told.append).run()
+    )
+    await asyncio.sleep(0)
+    task.cancel()
     assert told == [("http://a:1",)]
 
 

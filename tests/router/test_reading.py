@@ -12,9 +12,9 @@ import pytest
 from kvway_core.blocks import Namespace, block_hashes, event_hash
 from kvway_core.errors import InvalidRequest, Overloaded
 from kvway_core.prompts import PromptEncoder
+from kvway_router.reader_pool import ReaderPool
 from kvway_router.reading import (
     KEY_BLOCKS,
-    ReaderPool,
     ReadRequest,
     Route,
     ServedModel,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 _MAX_HEAD_BYTES: Final = 64 * 1024
-_COMPLETION_PATHS: Final = ("/v1/chat/completions", "/v1/completions")
+_CHAT_PATH: Final = "/v1/chat/completions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,11 @@ class Received:
     finished: bool = False
     disconnected: bool = False
 
+    @property
+    def wants_stream(self) -> bool:
+        """Whether its body is JSON that asks for an event stream."""
+        return self.body.startswith(b"{") and self.json().get("stream") is True
+
     def json(self) -> dict[str, object]:
         """Decode the body, which must be a JSON object."""
         return msgspec.json.decode(self.body, type=dict[str, object])
@@ -78,7 +83,7 @@ class FakeReplica:
     """One scripted replica. Use it as an async context manager; it listens inside it.
 
     Attributes:
-        requests: Completion requests, in the order of their arrival.
+        requests: Requests to paths below ``/v1`` that are no pages, in the order of their arrival.
         probes: How often each other path (``/load``, ``/health``, ...) was asked for.
         pages: What the other paths answer: a status and a JSON value, or bytes that are sent as
             they are. Change it at will; a missing path answers 404. None as the status closes the
@@ -204,7 +209,7 @@ class FakeReplica:
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; False when the connection must close after it."""
         request = await _read_request(reader)
-        if request.path not in _COMPLETION_PATHS:
+        if request.path in self.pages or not request.path.startswith("/v1/"):
             return await self._serve_page(request, writer)
         answer = self._scripted.popleft() if self._scripted else self.answer
         self.requests.append(request)
@@ -244,7 +249,7 @@ class FakeReplica:
             writer.write(answer.raw)
             await writer.drain()
             return False
-        if answer.status == 200 and answer.body is None and request.json().get("stream") is True:
+        if answer.status == 200 and answer.body is None and request.wants_stream:
             return await self._send_events(request, answer, writer)
         body = answer.body if answer.body is not None else self._completion(request, answer)
         headers = _cached_header(answer) | dict(answer.headers)
@@ -281,7 +286,7 @@ class FakeReplica:
         return True
 
     def _events(self, request: Received, answer: Answer) -> list[bytes]:
-        chat = request.path == "/v1/chat/completions"
+        chat = request.path.startswith(_CHAT_PATH)
         payloads: list[dict[str, object]] = []
         for num, piece in enumerate(answer.pieces, start=1):
             finish = "stop" if num == len(answer.pieces) else None
@@ -301,7 +306,7 @@ class FakeReplica:
     def _completion(self, request: Received, answer: Answer) -> bytes:
         text = "".join(answer.pieces)
         choice: dict[str, object] = {"index": 0, "finish_reason": "stop"}
-        if request.path == "/v1/chat/completions":
+        if request.path.startswith(_CHAT_PATH):
             choice["message"] = {"role": "assistant", "content": text}
             kind = "chat.completion"
         else:
