@@ -4,7 +4,8 @@ import { ask, byId, colour, element, integer, percent, replicaName, short, span,
 
 const ROW = 34;
 const MAX_ROWS = 14;
-const MIN_WIDTH = 3;
+const MIN_WIDTH = 0.8;
+const GAP_FROM = 4; // thinner boxes touch
 const WEIGHTS = { traffic: (branch) => branch.requests, held: (branch) => branch.held_tokens };
 
 let outline = null;
@@ -76,7 +77,7 @@ function draw() {
     button.setAttribute("aria-pressed", String(branch.id === selected));
     button.title = spoken(branch);
     button.style.left = `${100 * at.left}%`;
-    button.style.width = `calc(${100 * at.width}% - 1px)`;
+    button.style.width = `calc(${100 * at.width}% - ${at.width * width < GAP_FROM ? 0 : 1}px)`;
     button.style.top = `${at.row * ROW}px`;
     const stripe = element("span", "stripe");
     stripe.style.background = stripes(holdersOf(branch));
