@@ -37,7 +37,7 @@ const CHARTS = [
     ],
   },
   {
-    id: "chart-load", format: short, range: null,
+    id: "chart-load", format: short, range: null, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000],
     series: [
       ["in flight", value("in_flight"), "--c2", null, 2.4],
       ["waiting in the router", value("waiting"), "--c4"],
@@ -66,7 +66,7 @@ function options(chart, width) {
     },
     axes: [
       { ...axis, space: 70, incrs: [10, 30, 60, 120, 300, 600, 900, 1800], values: (_, ticks, __, ___, incr) => ticks.map((t) => timeOf(t, incr)) },
-      { ...axis, size: 58, space: 34, values: (_, ticks) => ticks.map((t) => chart.format(t)) },
+      { ...axis, size: 58, space: 34, incrs: chart.incrs, values: (_, ticks) => ticks.map((t) => chart.format(t)) },
     ],
     series: [
       { value: (_, t) => (t === null ? "" : new Date(1000 * t).toLocaleTimeString("en-GB")), label: "Time" },
