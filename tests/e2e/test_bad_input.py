@@ -210,12 +210,15 @@ def chat_bytes() -> bytes:
 
 
 def routes(app: web.Application) -> set[tuple[str, str]]:
-    """Returns methods and paths of an application; what answers GET answers HEAD."""
+    """Returns methods and paths of an application; what answers GET answers HEAD.
+
+    Not so what is passed on, by any method: it is the replica's to describe.
+    """
     resources = ((route.method, route.resource) for route in app.router.routes())
     return {
         (method.lower(), resource.canonical)
         for method, resource in resources
-        if resource is not None and method != "HEAD"
+        if resource is not None and method not in ("HEAD", "*")
     }
 
 
