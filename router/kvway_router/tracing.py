@@ -94,9 +94,7 @@ class Tracer:
             span.end()
 
     @contextmanager
-    def attempt(
-        self, call: Call, replica_id: str, headers: CIMultiDict[str]
-    ) -> Iterator[None]:
+    def attempt(self, call: Call, replica_id: str, headers: CIMultiDict[str]) -> Iterator[None]:
         """Traces an attempt while the context is open, and puts it into the replica's headers."""
         context = self._in_context(self._open[call.request_id])
         span = self._tracer.start_span(
