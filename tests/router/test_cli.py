@@ -15,6 +15,7 @@ from kvway_core.config import load
 from kvway_core.errors import ConfigError
 from kvway_router import cli
 from kvway_router.cli import COMMAND, DESCRIPTION
+from kvway_router.index import MIN_BYTES
 from kvway_router.settings import RouterSettings
 
 EXAMPLE = Path(__file__).parents[2] / "router" / "config.example.toml"
@@ -57,7 +58,7 @@ def test_the_example_file_has_every_option() -> None:
         ("--port must be 0 to 65535, got 65536", (*NEEDED, "--port", "65536")),
         ("both 8081", (*NEEDED, "--port", "8081")),
         ("--max-attempts must be more than 0", (*NEEDED, "--max-attempts", "0")),
-        ("--max-index-bytes must be 9424 to", (*NEEDED, "--max-index-bytes", "1000")),
+        (f"--max-index-bytes must be {MIN_BYTES} to", (*NEEDED, "--max-index-bytes", "1000")),
         ("--drain-timeout-s must not be negative", (*NEEDED, "--drain-timeout-s", "-1")),
         ("--host-reload-us must not be negative", (*NEEDED, "--host-reload-us", "-1")),
         ("--disk-reload-us must be 1e+06 at most", (*NEEDED, "--disk-reload-us", "2e6")),
