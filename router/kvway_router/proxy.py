@@ -11,26 +11,17 @@ which is how the replica learns that nobody waits any more.
 
 from __future__ import annotations
 
-import io
-from collections.abc import AsyncIterator, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Final, Self, TypeAlias
 
-import aiohttp
 from multidict import CIMultiDict, CIMultiDictProxy
-from yarl import URL
 
-from kvway_core.errors import (
-    ConnectFailed,
-    ProtocolError,
-    ReplicaError,
-    StreamBroken,
-)
-
-POOL_IDLE_S: Final = 10.0
-"""Idle connections are dropped after this; every server's keep-alive must be longer."""
+from kvway_core.errors import ProtocolError, StreamBroken
+from kvway_router.answer_reader import AnswerHead
+from kvway_router.upstream import Connection, Pool, origin_of, request_head
 
 HOP_BY_HOP: Final = frozenset(
     {
@@ -48,18 +39,7 @@ HOP_BY_HOP: Final = frozenset(
 # What the client sends for the connection to the router, not for the replica behind it. Without
 # accept-encoding an answer is never compressed, so its usage can be read.
 _NOT_FORWARDED: Final = frozenset({"host", "content-length", "accept-encoding", "expect"})
-_LARGE_BYTES: Final = 1024 * 1024
-"""A longer body is sent in parts: in one it would block the loop, as the HTTP library warns."""
 _INTERNAL_PREFIX: Final = "x-kvway-"
-
-# What the HTTP library raises while it talks to a replica; which of that is a lost connection.
-_FAULTS: Final = (aiohttp.ClientError, ConnectionError)
-_BROKEN: Final = (
-    aiohttp.ClientPayloadError,
-    aiohttp.ServerDisconnectedError,
-    aiohttp.ClientOSError,
-    ConnectionError,
-)
 
 _Headers: TypeAlias = CIMultiDict[str] | CIMultiDictProxy[str]
 
@@ -107,12 +87,13 @@ class ReplicaAnswer:
 
     status: int
     headers: CIMultiDict[str]
-    _response: aiohttp.ClientResponse
+    _connection: Connection
 
     @property
     def is_event_stream(self) -> bool:
         """Whether the body is a stream of server-sent events."""
-        return self._response.content_type == "text/event-stream"
+        kind = self.headers.get("Content-Type", "").partition(";")[0]
+        return kind.strip().lower() == "text/event-stream"
 
     async def read_chunk(self) -> bytes:
         """Returns the next bytes of the body as they arrive, none at its end.
@@ -123,10 +104,7 @@ class ReplicaAnswer:
             StreamBroken: The connection ended before the body did.
             ProtocolError: The body's framing cannot be understood.
         """
-        try:
-            return await self._response.content.readany()
-        except _FAULTS as exc:
-            raise _meaning(exc) from exc
+        return await self._connection.read()
 
     async def read(self, *, limit_bytes: int) -> bytes:
         """Returns the whole body.
@@ -144,10 +122,10 @@ class ReplicaAnswer:
 
 
 class ReplicaClient:
-    """The router's HTTP client: one pool of connections, shared by all attempts.
+    """The router's way to replicas: one pool of connections, shared by all attempts.
 
     Nothing in it queues: the number of connections is bounded by the requests that the router
-    admits, never by the pool.
+    admits, never by the pool. Use it as an async context manager.
     """
 
     def __init__(self, *, connect_timeout_s: float) -> None:
@@ -157,32 +135,16 @@ class ReplicaClient:
             connect_timeout_s: A connection takes at most this long. How long a replica may be
                 silent is for its caller to say, who knows what it is waiting for.
         """
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s)
-        self._pooled: aiohttp.ClientSession | None = None
-        self._fresh: aiohttp.ClientSession | None = None
+        self._pool = Pool(connect_timeout_s=connect_timeout_s)
 
     async def __aenter__(self) -> Self:
-        """Opens the pool."""
-        self._pooled = self._session(aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_IDLE_S))
-        self._fresh = self._session(aiohttp.TCPConnector(limit=0, force_close=True))
+        """Returns itself; connections are opened when they are needed."""
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Closes every connection."""
-        for session in (self._pooled, self._fresh):
-            if session is not None:
-                await session.close()
-
-    def _session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=connector,
-            timeout=self._timeout,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            trust_env=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            trace_configs=[_note_reuse()],
-        )
+        """Closes every connection that rests."""
+        self._pool.close()
+        await asyncio.sleep(0)  # they close in the next turn of the loop
 
     @asynccontextmanager
     async def attempt(
@@ -204,71 +166,32 @@ class ReplicaClient:
             headers: Of the request.
             body: Of the request.
             method: Of the request.
-            may_be_repeated: Whether the replica may get it twice. What may not is sent over a
-                connection of its own.
+            may_be_repeated: Whether the replica may get it twice. What may not is sent over a new
+                connection.
 
         Raises:
             ConnectFailed: No connection; nothing was sent.
             StreamBroken: The connection ended without an answer.
             ProtocolError: The answer's head cannot be understood.
         """
-        sessions = (self._pooled, self._fresh) if may_be_repeated else (self._fresh,)
-        response = await self._send(sessions, method, url, headers=headers, body=body)
-        try:
-            if not 200 <= response.status <= 599:
-                raise ProtocolError(f"The replica answered with status {response.status}.")
-            yield ReplicaAnswer(response.status, end_to_end(response.headers), response)
-        finally:
-            response.close()  # gives a connection back only when its answer was read to the end
-
-    async def _send(
-        self,
-        sessions: Sequence[aiohttp.ClientSession | None],
-        method: str,
-        url: str,
-        *,
-        headers: Mapping[str, str],
-        body: bytes,
-    ) -> aiohttp.ClientResponse:
-        trace = SimpleNamespace(reused=False)
-        for session in sessions:
-            if session is None:
-                raise RuntimeError("the client is not open")
+        scheme, _, rest = url.partition("://")
+        netloc, slash, target = rest.partition("/")
+        origin = origin_of(scheme, netloc)
+        length = len(body) if body or method == "POST" else None
+        sent = request_head(method, slash + target, origin, headers, length=length)
+        has_body = method != "HEAD"
+        head: AnswerHead | None = None
+        connection = self._pool.take(origin) if may_be_repeated else None
+        if connection is not None:
             try:
-                return await session.request(
-                    method,
-                    URL(url, encoded=True),
-                    headers=headers,
-                    # A new one each time: sending closes it.
-                    data=io.BytesIO(body) if len(body) > _LARGE_BYTES else body or None,
-                    allow_redirects=False,
-                    trace_request_ctx=trace,
-                )
-            except _FAULTS as exc:
-                error = _meaning(exc)
-                was_stale = trace.reused and isinstance(error, StreamBroken)
-                if session is self._fresh or not was_stale:
-                    raise error from exc
-        raise AssertionError("a fresh connection either answers or raises")
-
-
-def _note_reuse() -> aiohttp.TraceConfig:
-    async def note(
-        _session: aiohttp.ClientSession,
-        context: SimpleNamespace,
-        _params: aiohttp.TraceConnectionReuseconnParams,
-    ) -> None:
-        context.trace_request_ctx.reused = True
-
-    config = aiohttp.TraceConfig()
-    config.on_connection_reuseconn.append(note)
-    return config
-
-
-def _meaning(exc: Exception) -> ReplicaError:
-    """Returns the error that one of `_FAULTS` means."""
-    if isinstance(exc, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-        return ConnectFailed("No connection to the replica.")
-    if isinstance(exc, _BROKEN):
-        return StreamBroken("The replica closed the connection before its answer ended.")
-    return ProtocolError("The replica's answer is not valid HTTP.")
+                head = await connection.ask(sent, body, has_body=has_body)
+            except StreamBroken:
+                if not connection.was_silent:
+                    raise
+        if connection is None or head is None:
+            connection = await self._pool.connect(origin)
+            head = await connection.ask(sent, body, has_body=has_body)
+        try:
+            yield ReplicaAnswer(head.status, end_to_end(head.headers), connection)
+        finally:
+            self._pool.give_back(connection)  # or closed, if its answer was not read to the end
