@@ -168,10 +168,10 @@ def cascade_attention(  # noqa: PLR0913
     if q.dtype != k_cache.dtype and k_scale is None:
         raise ValueError(f"q is {q.dtype}, the caches {k_cache.dtype}")
     is_quantised = isinstance(keys, Quantised)
-    if is_quantised and step.implementation == "compiled" and not native.can_attend(q):
+    if is_quantised and step.implementation == "compiled" and not native.can_attend(q, keys):
         raise ValueError(
             "the step is planned for 'compiled', which does not read quantised caches with heads "
-            f"of {head_dim} on {q.device.type}"
+            f"of {head_dim} and queries of {q.dtype} on {q.device.type}: plan it for sdpa"
         )
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}: expected above 0, or None")

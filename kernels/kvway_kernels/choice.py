@@ -16,11 +16,41 @@ IMPLEMENTATIONS = ("reference", "sdpa", "compiled", "triton")
 HEAD_STEP: Final = 16
 """Sizes of heads that the C++ of `compiled` is for are a multiple of it: a vector of 64 bytes."""
 
+_LARGEST_HEAD: Final = 1024
+
+
+def is_native(
+    dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    is_quantised: bool = False,
+    head_dim: int = HEAD_STEP,
+) -> bool:
+    """Return whether `compiled` attends in C++ there (see native.py), and not in torch's graph.
+
+    bfloat16 is left to the graph where a matrix unit multiplies it faster than vectors multiply
+    float32, unless blocks are quantised: only the C++ reads these.
+
+    Args:
+        dtype: of the queries.
+        device: where the caches are.
+        is_quantised: whether they are quantised.
+        head_dim: size of the heads.
+    """
+    if torch.device(device).type != "cpu" or head_dim % HEAD_STEP:
+        return False
+    if not 0 < head_dim <= _LARGEST_HEAD:
+        return False
+    if dtype == torch.bfloat16 and not is_quantised:
+        return not torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (no public name)
+    return dtype in (torch.float32, torch.bfloat16)
+
 
 def chosen(
     implementation: str,
     *,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
     is_quantised: bool = False,
     head_dim: int = HEAD_STEP,
 ) -> tuple[str, str]:
@@ -29,8 +59,8 @@ def chosen(
     Args:
         implementation: one of `IMPLEMENTATIONS`, or `auto`.
         device: where the caches are.
-        is_quantised: whether they are quantised, which `compiled` reads on a CPU alone, and only
-            with heads whose size is a multiple of 16.
+        dtype: of the queries.
+        is_quantised: whether the caches are quantised, which `compiled` reads in C++ alone.
         head_dim: size of the heads.
 
     Raises:
@@ -38,18 +68,20 @@ def chosen(
             is missing.
     """
     device = torch.device(device)
-    if is_quantised and (device.type != "cpu" or head_dim % HEAD_STEP):
+    native = is_native(dtype, device=device, is_quantised=is_quantised, head_dim=head_dim)
+    form = "in C++" if native else "as a graph of torch"
+    if is_quantised and not native:
         if implementation == "auto":
             return "sdpa", "quantised blocks"
         if implementation == "compiled":
             raise ValueError(
-                f"'compiled' does not read quantised blocks with heads of {head_dim} on "
-                f"{device.type}, but those with a multiple of {HEAD_STEP} on a CPU: take sdpa, or "
-                "auto"
+                f"'compiled' does not read quantised blocks with heads of {head_dim} and queries "
+                f"of {dtype} on {device.type}, but those with a multiple of {HEAD_STEP} and of "
+                "float32 or bfloat16 on a CPU: take sdpa, or auto"
             )
     if implementation == "auto":
         missing = _missing("compiled", device.type)
-        return ("sdpa", missing) if missing else ("compiled", "the fastest here")
+        return ("sdpa", missing) if missing else ("compiled", f"the fastest here, {form}")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation {implementation!r} is not one of auto, {', '.join(IMPLEMENTATIONS)}"
@@ -57,7 +89,7 @@ def chosen(
     missing = _missing(implementation, device.type)
     if missing:
         raise ValueError(f"implementation {implementation!r} cannot run on {device}: {missing}")
-    return implementation, "asked for"
+    return implementation, f"asked for, {form}" if implementation == "compiled" else "asked for"
 
 
 @functools.cache

@@ -141,7 +141,7 @@ def _decode(  # noqa: PLR0913, PLR0917
         highest = torch.maximum(largest, part_lse.amax(0))
         own = torch.exp(largest - highest)
         others = torch.exp(part_lse - highest)
-        merged = torch.where(others[..., None] > 0, others[..., None] * part_out, 0.0).sum(0)
+        merged = torch.where(others[..., None] == 0, 0.0, others[..., None] * part_out).sum(0)
         summed = summed * own[..., None] + merged
         total = total * own + others.sum(0)
         largest = highest

@@ -287,7 +287,7 @@ class _Steps:
 
 
 def _print(shape: HeadShape, dtype: torch.dtype, device: str) -> None:
-    name, reason = chosen("auto", device=device)
+    name, reason = chosen("auto", device=device, dtype=dtype, head_dim=shape.head_dim)
     started = time.perf_counter()
     costs = calibrate(shape, dtype=dtype, device=device, implementation=name)
     seconds = time.perf_counter() - started

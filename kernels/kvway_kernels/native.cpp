@@ -321,20 +321,20 @@ void attend_to_tile(Rows& rows, Tile& tile, float softcap) {
   attend_to_laid_out(rows, tile, softcap);
 }
 
-// Merge the parts of one row and head into the first; a part whose lse is -inf is absent.
+// Merge the parts of one row and head into the first; one whose lse is -inf is absent, NaN stays.
 void merge(float* out, float* lse, int64_t num_parts, int64_t part_size) {
   float most = kNone;
   for (int64_t p = 0; p < num_parts; ++p) most = std::max(most, lse[p * part_size]);
   float sums[kDim] = {};
   float total = 0;
-  for (int64_t p = 0; p < num_parts && most > kNone; ++p) {
-    const float weight = std::exp(lse[p * part_size] - most);
-    if (!(weight > 0)) continue;
+  for (int64_t p = 0; p < num_parts; ++p) {
+    const float weight = lse[p * part_size] == kNone ? 0 : std::exp(lse[p * part_size] - most);
+    if (weight == 0) continue;
     total += weight;
     for (int64_t d = 0; d < kDim; ++d) sums[d] += weight * out[p * part_size * kDim + d];
   }
-  for (int64_t d = 0; d < kDim; ++d) out[d] = total > 0 ? sums[d] / total : 0.0f;
-  lse[0] = total > 0 ? most + std::log(total) : kNone;
+  for (int64_t d = 0; d < kDim; ++d) out[d] = total == 0 ? 0.0f : sums[d] / total;
+  lse[0] = total == 0 ? kNone : most + std::log(total);
 }
 
 }  // namespace

@@ -129,6 +129,7 @@ inline Vec paired(Vec first, Vec second) {
   return same_bits<Vec>((rounded(first) >> 16) | (rounded(second) & 0xFFFF0000u));
 }
 
+// The second where either is NaN.
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 
 inline float sum(Vec x) {
@@ -169,15 +170,16 @@ inline float largest_of(Vec x) {
   return found;
 }
 
-// exp(x) for x <= 0, far below zero: the polynomial of Cephes' expf, as in compiled.py.
+// exp(x) for x <= 0, far below zero; NaN stays NaN: the polynomial of Cephes' expf, as in
+// compiled.py.
 inline Vec exp_of(Vec x) {
 #ifdef __AVX512DQ__
-  x = larger(x, Vec{} - 110.0f);  // from there on scalef gives zero
+  x = larger(Vec{} - 110.0f, x);  // from there on scalef gives zero
   const auto n = same_bits<Vec>(_mm512_roundscale_ps(
       same_bits<__m512>(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
   const Vec least = Vec{} - 87.0f, given = x;
-  x = larger(x, least);
+  x = larger(least, x);
   const Ints whole = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, Ints);
   const Vec n = __builtin_convertvector(whole, Vec);
 #endif

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from kvway_kernels.blocks import int64
-from kvway_kernels.choice import HEAD_STEP
+from kvway_kernels.choice import is_native
 from kvway_kernels.quant import KV, SCALE_DTYPE, Quantised
 
 _SOURCES: Final = tuple(Path(__file__).with_name(f"native.{kind}") for kind in ("hpp", "cpp"))
@@ -54,8 +54,6 @@ _KINDS: Final = {
     torch.float8_e4m3fn: "Float8",
 }
 """What keys and values may be stored as, and its name in native.cpp."""
-
-_LARGEST_HEAD: Final = 1024
 
 _PIECE_KEYS: Final = 512
 """Units of fewer keys are not divided among threads: each piece gives a part to be merged."""
@@ -139,16 +137,10 @@ def _piece_keys(work: Work, share: float, num_threads: int) -> int:
     return -(-num_keys // pieces) if pieces > 1 and num_threads > 1 else num_keys
 
 
-def can_attend(q: Tensor) -> bool:
-    """Return whether queries are of a kind that `attend` is for.
-
-    bfloat16 is not where a matrix unit multiplies it faster than vectors multiply float32.
-    """
-    head_dim = q.shape[2]
-    if head_dim % HEAD_STEP or not 0 < head_dim <= _LARGEST_HEAD or q.device.type != "cpu":
-        return False
-    has_unit = torch.cpu._is_amx_tile_supported()  # noqa: SLF001 (no public name)
-    return q.dtype == torch.float32 or (q.dtype == torch.bfloat16 and not has_unit)
+def can_attend(q: Tensor, k_cache: KV) -> bool:
+    """Return whether queries, and what is in the caches, are of a kind that `attend` is for."""
+    is_quantised = isinstance(k_cache, Quantised)
+    return is_native(q.dtype, device=q.device, is_quantised=is_quantised, head_dim=q.shape[2])
 
 
 def attend(

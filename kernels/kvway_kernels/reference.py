@@ -91,3 +91,20 @@ def _gather(cache: KV, request: RequestRows, dtype: torch.dtype) -> Tensor:
         for position in range(request.num_keys)
     ]
     return torch.stack(tokens).to(dtype)
+
+
+def _main() -> None:
+    """Print what the rows of a small step see, and their log-sum-exp, which counts the keys."""
+    q, cache = torch.zeros(4, 1, 4), torch.zeros(4, 4, 1, 4)  # all scores are zero
+    requests = (RequestRows(3, 7, [2, 0]), RequestRows(1, 5, [3, 1]))
+    print("window   request   row   e^lse: keys that it sees")  # noqa: T201
+    for window in (None, 4):
+        _, lse = paged_attention(q, cache, cache, requests, scale=1.0, window=window)
+        seen = iter(lse[:, 0].exp().round().int().tolist())
+        for index, request in enumerate(requests):
+            for row in range(request.num_queries):
+                print(f"{window!s:6}   {index:7}   {row:3}   {'#' * next(seen)}")  # noqa: T201
+
+
+if __name__ == "__main__":
+    _main()

@@ -35,7 +35,7 @@ def graph_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     test_native.py is about what float32 on a CPU takes instead.
     """
     graph: Any = compiled._decode
-    monkeypatch.setattr(native, "can_attend", lambda q: False)
+    monkeypatch.setattr(native, "can_attend", lambda q, k_cache: False)
     monkeypatch.setattr(compiled, "_compiled", lambda: graph)
 
 
@@ -125,6 +125,16 @@ def test_extreme_scores_stay_finite(implementation: str) -> None:
         expected, expected_lse = loud.specified()
         assert relative_error(out, expected) < 1e-2, name
         assert lse_error(lse, expected_lse) < 1e-5, name
+
+
+@pytest.mark.parametrize("implementation", ["reference", "compiled"])
+def test_what_is_no_number_shows(implementation: str) -> None:
+    """In a query, or in a key that others do not see: nobody takes a failure for an answer.
+
+    Torch's own operation, in sdpa, takes a row of nothing but NaN for one that sees no key.
+    """
+    for shape in TREES.values():
+        Tree.of(shape).check_that_nan_shows(lambda tree: tree.run(implementation))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -35,7 +35,7 @@ def _no_headers(*_args: object, **_keywords: object) -> None:
 def warm() -> Iterator[None]:
     """Make both graphs: with shared runs and without."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(native, "can_attend", lambda q: False)
+    patch.setattr(native, "can_attend", lambda q, k_cache: False)
     patch.setattr(codecache, "_precompile_header", _no_headers)
     for tree in ("nothing shared", "one prefix"):
         Tree.of(TREES[tree]).run("compiled")

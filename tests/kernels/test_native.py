@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import codecache
 
-from kvway_kernels import native
+from kvway_kernels import choice, native
 from kvway_kernels.api import chosen
 from tests.kernels.trees import TREES, Shape, Tree, lse_error, relative_error
 
@@ -32,6 +32,12 @@ LONG = Shape(
 
 LONGER = Shape((((0, 1, 2, 3), 0, 90),), ((1, 1_460),) * 4)
 """A run that is worth dividing among threads."""
+
+
+@pytest.fixture(autouse=True)
+def no_matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has one, the C++ would not be taken for bfloat16."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
 
 
 @pytest.fixture
@@ -59,7 +65,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 def check(case: Tree) -> None:
     """Compare with the reference in float64, which reads the same cache."""
-    assert native.can_attend(case.q)
+    assert native.can_attend(case.q, case.kv[0])
     out, lse = case.run("compiled")
     expected, expected_lse = case.specified()
     assert out.dtype == case.q.dtype
@@ -248,13 +254,39 @@ def test_where_scattered_blocks_lie_changes_no_bit() -> None:
         assert torch.equal(found, expected)
 
 
-def test_other_kinds_of_queries_take_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not native.can_attend(torch.zeros(1, 2, 64, dtype=torch.float16))
-    assert not native.can_attend(torch.zeros(1, 2, 40))
-    for has_unit in (False, True):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda found=has_unit: found)
-        assert native.can_attend(torch.zeros(1, 2, 64))
-        assert native.can_attend(torch.zeros(1, 2, 64, dtype=torch.bfloat16)) != has_unit
+@pytest.mark.parametrize("has_unit", [False, True])
+def test_what_attends_in_cpp_is_chosen_by_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, *, has_unit: bool
+) -> None:
+    """Only it reads quantised blocks, so that it does also where a matrix unit would be faster."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_unit)
+    for kind, (dtype, kv_dtype) in KINDS.items():
+        is_quantised = kv_dtype is not None
+        is_native = dtype == torch.float32 or is_quantised or not has_unit
+        assert choice.is_native(dtype, is_quantised=is_quantised, head_dim=64) == is_native, kind
+        case = Tree.of(TREES["one prefix"], dtype=dtype, kv_dtype=kv_dtype)
+        assert native.can_attend(case.q, case.kv[0]) == is_native, kind
+        assert chosen("auto", dtype=dtype, is_quantised=is_quantised) == (
+            "compiled",
+            f"the fastest here, {'in C++' if is_native else 'as a graph of torch'}",
+        )
+        assert chosen("compiled", dtype=dtype, is_quantised=is_quantised)[1].startswith(
+            "asked for,"
+        )
+        if is_quantised:
+            check(case)
+    for other, head_dim in ((torch.float16, 64), (torch.float32, 40), (torch.float32, 1040)):
+        assert not choice.is_native(other, head_dim=head_dim)
+        assert chosen("auto", dtype=other, head_dim=head_dim, is_quantised=True)[0] == "sdpa"
+
+
+@each_kind
+def test_what_is_no_number_shows(kind: str) -> None:
+    """In a query, or in a key that others do not see: nobody takes a failure for an answer."""
+    dtype, kv_dtype = KINDS[kind]
+    for shape in (TREES["three levels"], TREES["nothing shared"], LONG):
+        case = Tree.of(shape, dtype=dtype, kv_dtype=kv_dtype)
+        case.check_that_nan_shows(lambda tree: tree.run("compiled"))
 
 
 def test_no_graph_is_compiled() -> None:

@@ -364,6 +364,14 @@ def test_absent_parts_change_no_bit_whatever_they_hold() -> None:
     assert torch.equal(nothing[1], absent[1][0])
 
 
+def test_a_part_that_is_no_number_makes_the_whole_none() -> None:
+    for other in (0.0, -torch.inf):
+        parts = torch.tensor([other, torch.nan]).view(2, 1, 1)
+        out, lse = merge_states(torch.ones(2, 1, 1, 4), parts)
+        assert bool(out.isnan().all())
+        assert bool(lse.isnan().all())
+
+
 def test_merge_bridges_any_gap_between_parts() -> None:
     out = torch.tensor([1.0, 2.0]).view(2, 1, 1, 1)
     lse = torch.tensor([-46340.0, 145.0]).view(2, 1, 1)

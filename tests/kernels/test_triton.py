@@ -148,6 +148,10 @@ def test_extreme_scores_stay_finite(interpreted: Interpreter) -> None:
     assert found.lse < 1e-5
 
 
+def test_what_is_no_number_shows(interpreted: Interpreter) -> None:
+    interpreted(triton_cases.check_that_nan_shows)
+
+
 def test_rows_behind_the_step_are_zero_with_no_weight(interpreted: Interpreter) -> None:
     expected = [False, True, True]
     assert interpreted(triton_cases.padded) == (expected, expected)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -156,8 +157,7 @@ class Tree:
         """Return what the reference makes of it, in `dtype`."""
         return reference.paged_attention(
             self.q,
-            self._kv(self.k_cache, self.k_scale),
-            self._kv(self.v_cache, self.v_scale),
+            *self.kv,
             self.requests,
             scale=self.scale,
             softcap=self.softcap,
@@ -165,9 +165,38 @@ class Tree:
             dtype=dtype,
         )
 
-    @staticmethod
-    def _kv(cache: Tensor, scale: Tensor | None) -> KV:
-        return cache if scale is None else Quantised(cache, scale)
+    @property
+    def kv(self) -> tuple[KV, KV]:
+        """The caches, with their scales where they are quantised."""
+        if self.k_scale is None or self.v_scale is None:
+            return self.k_cache, self.v_cache
+        return Quantised(self.k_cache, self.k_scale), Quantised(self.v_cache, self.v_scale)
+
+    def check_that_nan_shows(self, run: Callable[[Tree], tuple[Tensor, Tensor]]) -> None:
+        """Check that NaN in the last query, or key, of a request is in the results of it alone.
+
+        A mask that is added to scores gives that of a key to all rows of the request.
+        """
+        clean, clean_lse = run(self)
+        ends = list(accumulate(request.num_queries for request in self.requests))
+        for request, end in zip(self.requests, ends, strict=True):
+            case = replace(self, q=self.q.clone())
+            case.q[end - 1, -1] = torch.nan
+            keys = self.k_cache if self.k_scale is None else self.k_scale
+            marked = keys.clone()
+            last = request.num_keys - 1
+            marked[request.block_table[last // BLOCK_SIZE], last % BLOCK_SIZE, -1] = torch.nan
+            in_keys = replace(self, k_cache=marked)
+            if self.k_scale is not None:
+                in_keys = replace(self, k_scale=marked)
+            for broken in (case, in_keys):
+                out, lse = run(broken)
+                assert bool(out[end - 1, -1].isnan().all())
+                assert bool(lse[end - 1, -1].isnan())
+                for found, expected in ((out, clean), (lse, clean_lse)):
+                    others = torch.ones(len(found), dtype=torch.bool)
+                    others[end - request.num_queries : end] = False
+                    torch.testing.assert_close(found[others], expected[others])
 
 
 def _quantised(numbers: Tensor, dtype: torch.dtype) -> Quantised:

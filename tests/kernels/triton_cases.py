@@ -190,6 +190,11 @@ def is_a_decode_row_alone_the_same() -> bool:
     return all(torch.equal(a[0], b[2]) for a, b in zip(found, expected, strict=True))
 
 
+def check_that_nan_shows() -> None:
+    """Check that what is no number is not merged away."""
+    Tree.of(TREES["one prefix"], heads=(2, 1), head_dim=16).check_that_nan_shows(attended)
+
+
 def padded(device: str = "cpu") -> tuple[list[bool], list[bool]]:
     """Return where (out is zero, lse is -inf) for q with three rows, in a step of one."""
     case = Tree.of(Shape((), ((1, 5),)), heads=(2, 1), head_dim=16)

@@ -164,7 +164,7 @@ def partial_attention(
         acc = tl.dot(weights.to(queries.dtype), values, acc, input_precision="tf32x3")
         largest = new_largest
 
-    is_any = total > 0
+    is_any = total != 0  # also where it is NaN, which must show
     acc = tl.where(is_any[:, None], acc / tl.where(is_any, total, 1.0)[:, None], 0.0)
     lse = tl.where(is_any, (largest + tl.log2(tl.where(is_any, total, 1.0))) * _LN_2, largest)
     slot = tl.load(slots + slot_start + row_of, mask=is_pair, other=0)
@@ -218,12 +218,12 @@ def merge(
         base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
         weights = tl.exp2((parts - base) * _LOG2_E)
         shrink = tl.exp2((largest - base) * _LOG2_E)
-        mask = (weights > 0)[:, None] & (dim < HEAD_DIM)[None, :]
+        mask = (weights != 0)[:, None] & (dim < HEAD_DIM)[None, :]
         values = tl.load(part_out + at[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink + tl.sum(weights[:, None] * values, 0)
         largest = new_largest
-    is_any = total > 0
+    is_any = total != 0
     divisor = tl.where(is_any, total, 1.0)
     at = row.to(tl.int64) * out_row_stride + head * out_head_stride
     merged = acc / divisor

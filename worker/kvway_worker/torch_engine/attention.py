@@ -81,6 +81,7 @@ class AttentionChoice:
         *,
         device: torch.device,
         deterministic: bool,
+        dtype: torch.dtype = torch.float32,
         is_quantised: bool = False,
         head_dim: int = HEAD_STEP,
     ) -> AttentionChoice:
@@ -99,7 +100,9 @@ class AttentionChoice:
         if asked == "auto" and not options.compiles:
             return cls("sdpa", "--no-compile", cascade)
         try:
-            found = chosen(asked, device=device, is_quantised=is_quantised, head_dim=head_dim)
+            found = chosen(
+                asked, device=device, dtype=dtype, is_quantised=is_quantised, head_dim=head_dim
+            )
             return cls(*found, cascade)
         except ValueError as error:
             raise ConfigError([f"--attention {asked}: {error}"]) from error

@@ -110,9 +110,8 @@ class TorchEngine:
         torch_dtype = _choose_dtype(dtype, torch_device, deterministic=deterministic)
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        compiled_in: Path | None = None
-        if attention.may_compile and not deterministic:
-            compiled_in = keep_compiled(os.environ)
+        compiles = attention.may_compile and not deterministic
+        compiled_in = keep_compiled(os.environ) if compiles else None
         model = HuggingFaceModel(
             model_dir, dtype=torch_dtype, device=torch_device, same_bits=deterministic
         )
@@ -120,6 +119,7 @@ class TorchEngine:
             attention,
             device=torch_device,
             deterministic=deterministic,
+            dtype=torch_dtype,
             is_quantised=kv_dtype != "auto",
             head_dim=model.head_dim,
         )
