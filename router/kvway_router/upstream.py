@@ -28,7 +28,7 @@ IDLE_S: Final = 10.0
 MAX_IDLE: Final = 1024
 """Connections to one replica that rest; more are closed instead."""
 HIGH_BYTES: Final = 16 * 1024
-READ_BYTES: Final = 64 * 1024
+READ_BYTES: Final = 32 * 1024
 _READ_INTO: Final = memoryview(bytearray(READ_BYTES))
 """Where all connections read into: what is there is copied before anything else runs."""
 
