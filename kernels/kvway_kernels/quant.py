@@ -25,6 +25,8 @@ from typing import Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from kvway_kernels.memory import zeros
+
 DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 )
@@ -105,10 +107,10 @@ class BlockLayout:
     def allocate(self, num_blocks: int, device: torch.device | str = "cpu") -> Quantised:
         """Return zeros: two views of one tensor of num_blocks x block_bytes bytes.
 
-        Memory of blocks never written is not touched.
+        Memory of blocks never written is not touched, on a CPU.
         """
         size = self.block_bytes
-        storage = torch.zeros(num_blocks * size, dtype=torch.uint8, device=device)
+        storage = zeros(num_blocks * size, device)
         tokens = (self.block_size, self.num_kv_heads)
         data = storage.view(self.dtype).as_strided(
             (num_blocks, *tokens, self.head_dim),

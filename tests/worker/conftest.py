@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,16 @@ import pytest
 
 if TYPE_CHECKING:  # torch takes seconds to import, and most of these tests need none
     from kvway_worker.torch_engine import TorchEngine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_over() -> Iterator[None]:
+    """Lets go of workers and engines, which are circles of some megabytes, after each file.
+
+    Python would wait until a quarter of all that torch consists of has come anew.
+    """
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypedDict
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kvway_core.errors import ConfigError
 from kvway_core.sizing import KVDtype, KVSize
+from kvway_kernels.memory import zeros
 from kvway_kernels.quant import DTYPES, SCALE_DTYPE, BlockLayout, Quantised
 from kvway_worker.settings import MAX_NUM_BLOCKS
 
@@ -128,8 +130,8 @@ class PagedKVCache:
     Shapes: `k[layer]` and `v[layer]` are [num_blocks, block_size, num_kv_heads, head_dim], zero at
     first, contiguous. Where they are quantised `k_scale[layer]` and `v_scale[layer]` are
     [num_blocks, block_size, num_kv_heads]; a layer's codes and scales of a block lie together, and
-    only one block of either is contiguous. Else they are None. Memory of blocks never written is
-    not touched.
+    only one block of either is contiguous. Else they are None. On a CPU memory of blocks never
+    written is not touched.
 
     Raises:
         ConfigError: the device cannot hold them.
@@ -193,4 +195,5 @@ def _zeros(
     if shape.quantised is not None:
         return shape.quantised.allocate(num_blocks, device)
     size = (num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
-    return torch.zeros(size, dtype=shape.dtype, device=device), None
+    num_bytes = math.prod(size) * shape.dtype.itemsize
+    return zeros(num_bytes, device).view(shape.dtype).view(size), None
