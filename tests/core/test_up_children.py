@@ -22,9 +22,13 @@ STUBBORN = (
 
 @pytest.fixture
 def signals() -> Iterator[Signals]:
-    """Return signals that are read, as `kvway up` reads them."""
-    with Signals() as blocked:
-        yield blocked
+    """Return signals that are read, as `kvway up` reads them, also where `nohup` ignores one."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with Signals() as blocked:
+            yield blocked
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def start(code: str, folder: Path, signals: Signals) -> Child:
