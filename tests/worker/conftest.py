@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from aiohttp import web_app
 
 if TYPE_CHECKING:  # torch takes seconds to import, and most of these tests need none
     from kvway_worker.torch_engine import TorchEngine
@@ -15,11 +16,13 @@ if TYPE_CHECKING:  # torch takes seconds to import, and most of these tests need
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_over() -> Iterator[None]:
-    """Lets go of workers and engines, which are circles of some megabytes, after each file.
+    """Lets go of workers and engines after each file: aiohttp remembers every application.
 
-    Python would wait until a quarter of all that torch consists of has come anew.
+    What is left are circles of some megabytes each, which Python would leave until a quarter of
+    all that torch consists of has come anew.
     """
     yield
+    web_app._cached_build_middleware.cache_clear()
     gc.collect()
 
 
